@@ -55,10 +55,11 @@ docs:
 surface:
 	hack/measure --public 160 >/dev/null
 
-# Limits the hand-written words of docs/.
+# Limits the hand-written words of docs/, and checks the names of tests.
 .PHONY: words
 words:
 	hack/measure --docs 20000 >/dev/null
+	hack/measure --tests
 
 # Checks that each seeded defect still applies; hack/defects without an argument runs them all.
 .PHONY: defects

@@ -37,7 +37,7 @@ fn main() {
     let scenarios: [(&str, fn()); 8] = [
         ("memory", memory),
         ("expressions", selectors::memory),
-        ("verdicts", unsuitable),
+        ("evaluations", unsuitable),
         ("selectors", selectors::run),
         ("hostile", hostile::run),
         ("fits", fits),
@@ -127,7 +127,7 @@ fn unsuitable() {
     const NODES: usize = 15_000;
     for (what, held) in [("all free", 0), ("all but one node full", 8)] {
         let mut allocator = allocator(NODES, 8);
-        let wanted = device_requests(&[1]);
+        let requests = device_requests(&[1]);
         // The potential nodes are spread over the inventory.
         let asked: Vec<String> = (0..128).map(|node| node_name(node * 117)).collect();
         for node in asked.iter().skip(1) {
@@ -135,7 +135,7 @@ fn unsuitable() {
                 let claim = claim(&format!("{node}-{device}"));
                 let request = RequestedClaim {
                     claim: &claim,
-                    device_requests: &wanted,
+                    device_requests: &requests,
                     suitable_nodes: None,
                 };
                 allocate(&mut allocator, request, node).unwrap();
@@ -144,7 +144,7 @@ fn unsuitable() {
         let claim = claim("asked");
         let request = RequestedClaim {
             claim: &claim,
-            device_requests: &wanted,
+            device_requests: &requests,
             suitable_nodes: None,
         };
         let mut times = Times::default();
@@ -168,11 +168,11 @@ fn unsuitable() {
 fn fits() {
     for (what, counts) in [("one request", &[8][..]), ("eight requests", &[1; 8])] {
         let allocator = allocator(1, 64);
-        let wanted = device_requests(counts);
+        let requests = device_requests(counts);
         let claim = claim("asked");
         let request = RequestedClaim {
             claim: &claim,
-            device_requests: &wanted,
+            device_requests: &requests,
             suitable_nodes: None,
         };
         let mut times = Times::default();
@@ -486,7 +486,7 @@ fn events() {
     figure(
         &format!("one device freed that helps none of {WAITING} waiting pods"),
         &format!(
-            "{:?} until all were judged again, {} events",
+            "{:?} until all were evaluated again, {} events",
             start.elapsed(),
             runtime.times.len()
         ),

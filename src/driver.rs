@@ -56,8 +56,8 @@
 //! [`DriverError::invalid`] is for errors that only a person can fix, such as a parameter that makes no sense. It is reported once, on
 //! the pod and on the object at fault. The driver is called again after the claim, the class, or something that `capacity_changes`
 //! reports has changed. [`DriverError::retry`] is for everything else, and is retried after 100 ms, doubling up to 30 s. Both become
-//! Warning events with the error's reason and message; a [source](DriverError::with_source) is logged. A full node is no error in
-//! `unsuitable_nodes`, but an entry of [`UnsuitableNodes`].
+//! Warning events with the error's reason and message; a [source](DriverError::with_source) is logged. For a full node,
+//! `unsuitable_nodes` returns an entry of [`UnsuitableNodes`], not an error.
 //!
 //! # Choosing a driver at run time
 //!
@@ -260,8 +260,8 @@ pub trait Driver: Send + Sync + 'static {
     ///
     /// All claims are allocated or none: the answer has one allocation per claim, in the order of `claims`, or is an error that names
     /// the claim at fault ([`DriverError::for_claim`]). Nothing is recorded, and [`Driver::deallocate`] follows for each claim, after an
-    /// error, if the pod is deleted or moves to another node meanwhile, or if the write is refused. So a driver need not undo its own
-    /// partial work.
+    /// error, if the pod is deleted or moves to another node meanwhile, or if the write is refused. So a driver need not roll back
+    /// its partial work.
     ///
     /// The driver holds the returned devices until `observe` or `deallocate` (see the [module](self)). If called again for a claim that
     /// it still holds devices for, it returns the same allocation. An allocation that the API server would reject (more than 32 handles,
@@ -280,16 +280,17 @@ pub trait Driver: Send + Sync + 'static {
     ///
     /// An allocation in `claim.status.allocation` stays recorded until the controller's next write; a driver of exclusive devices frees
     /// them when [`Driver::observe`] shows that the allocation is gone. An allocation that was never recorded is free when this returns.
-    /// An error is reported on the claim, which keeps finalizer and allocation, and is retried with a growing delay, whatever its
-    /// [kind](DriverErrorKind): a mistake must not leak a device.
+    /// An error is reported on the claim, which keeps finalizer and allocation, and is retried with a growing delay, regardless of
+    /// its [kind](DriverErrorKind): a mistake must not leak a device.
     fn deallocate(&self, deallocation: Deallocation<'_>) -> impl Future<Output = Result<()>> + Send;
 
     /// Reports the allocations of the claims: [all](Observation::All) of them once, before any other call, then each change in order,
     /// including our own writes. A driver rebuilds and maintains its allocation state from these calls.
     ///
     /// A claim is reported if it has our finalizer or an allocation recorded as ours, regardless of the writer. Later calls wait until
-    /// the method has returned. It returns the problems found (an unreadable handle, two claims with one device); each becomes an event
-    /// on its claim. Return new problems only, or they are reported again with every change.
+    /// the method has returned. Its body must not block the thread, because the program's runtime may have only one: use
+    /// [`spawn_blocking`](tokio::task::spawn_blocking) for blocking work. It returns the problems found (an unreadable handle, two claims
+    /// with one device); each becomes an event on its claim. Return new problems only, or they are reported again with every change.
     fn observe(&self, observation: &Observation) -> impl Future<Output = Vec<Finding>> + Send {
         let _ = observation;
         async { Vec::new() }
@@ -477,7 +478,7 @@ pub struct Finding {
     pub message: String,
     /// Whether the claim must lose its allocation because another claim has the better right to the device. The controller
     /// deallocates it if no pod can be using it yet.
-    pub take_back: bool,
+    pub roll_back: bool,
 }
 
 impl Finding {
@@ -490,14 +491,14 @@ impl Finding {
             uid: uid(claim).to_owned(),
             reason,
             message: message.into(),
-            take_back: false,
+            roll_back: false,
         }
     }
 
-    /// Sets [`Finding::take_back`].
+    /// Sets [`Finding::roll_back`].
     #[must_use]
-    pub fn take_back(mut self, take_back: bool) -> Self {
-        self.take_back = take_back;
+    pub fn roll_back(mut self, roll_back: bool) -> Self {
+        self.roll_back = roll_back;
         self
     }
 }

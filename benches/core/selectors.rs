@@ -137,7 +137,7 @@ pub(super) fn memory() {
         figure(
             &format!(
                 "memory for {HOSTILE} objects of {HOSTILE} namespaces with 256 expressions each, {HOSTILE_DEVICES} different devices \
-                 ({served} are judged, refused are {refusals:?})"
+                 ({served} are evaluated, refused are {refusals:?})"
             ),
             &format!("{more} KiB above {rest} KiB"),
             Goal::below(more, HOSTILE_KIB),

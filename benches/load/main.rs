@@ -21,7 +21,7 @@ mod burst;
 mod common;
 mod fair;
 mod hostile;
-mod life;
+mod lifecycle;
 mod memory_driver;
 mod requests;
 mod rest;
@@ -33,7 +33,7 @@ use std::path::PathBuf;
 use anyhow::bail;
 
 const USAGE: &str =
-    "usage: cargo bench --bench load -- [life|rest|wake|burst|restart|fair|hostile|expressions]...
+    "usage: cargo bench --bench load -- [lifecycle|rest|wake|burst|restart|fair|hostile|expressions]...
   --program PATH   measure this build of drayman instead of the one that cargo has just made
 All scenarios are run if none is named.";
 
@@ -44,7 +44,7 @@ struct Options {
 }
 
 const SCENARIOS: [&str; 8] = [
-    "life",
+    "lifecycle",
     "rest",
     "wake",
     "burst",
@@ -88,7 +88,7 @@ fn main() -> anyhow::Result<()> {
         println!("program: {}", options.program.display());
         runtime.block_on(async {
             match scenario.as_str() {
-                "life" => life::run(&options).await,
+                "lifecycle" => lifecycle::run(&options).await,
                 "rest" => rest::run(&options).await,
                 "wake" => wake::run(&options).await,
                 "burst" => burst::run(&options).await,

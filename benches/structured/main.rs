@@ -28,7 +28,7 @@ mod setup;
 
 mod burst;
 mod companion;
-mod life;
+mod lifecycle;
 mod memory;
 mod metrics;
 mod prepare;
@@ -40,7 +40,7 @@ use std::path::PathBuf;
 use anyhow::{Context as _, bail};
 
 const USAGE: &str =
-    "usage: cargo bench --bench structured -- [life|slices|prepare|publishers|burst|memory]...
+    "usage: cargo bench --bench structured -- [lifecycle|slices|prepare|publishers|burst|memory]...
   --program PATH     measure this build of drayman instead of the one that cargo has just made (not for publishers and burst)
   --publishers N     run so many publishers (5000)
   --peer PATH        prepare: compare with this build of dra-example-driver's kubelet plugin, pod by pod
@@ -56,7 +56,7 @@ struct Options {
     peer: Option<PathBuf>,
 }
 
-const SCENARIOS: [&str; 6] = ["life", "slices", "prepare", "publishers", "burst", "memory"];
+const SCENARIOS: [&str; 6] = ["lifecycle", "slices", "prepare", "publishers", "burst", "memory"];
 
 fn main() -> anyhow::Result<()> {
     let mut options = Options {
@@ -91,7 +91,7 @@ fn main() -> anyhow::Result<()> {
         println!("program: {}", options.program.display());
         runtime.block_on(async {
             match scenario.as_str() {
-                "life" => life::run(&options).await,
+                "lifecycle" => lifecycle::run(&options).await,
                 "slices" => slices::run(&options).await,
                 "prepare" => prepare::run(&options).await,
                 "publishers" => publishers::run(&options).await,

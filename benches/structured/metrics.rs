@@ -73,4 +73,50 @@ impl Metrics {
             sum: Duration::from_secs_f64(total("sum")),
         }
     }
+
+    /// Upper bound and cumulative count of each bucket of a histogram, over all series with this text in their labels.
+    fn buckets(&self, histogram: &str, label: &str) -> Vec<(String, u64)> {
+        let series = format!("{histogram}_bucket{{");
+        let lines = self
+            .0
+            .lines()
+            .filter(|line| line.starts_with(&series) && line.contains(label));
+        let mut buckets: Vec<(String, u64)> = Vec::new();
+        for line in lines {
+            let bound = line.split("le=\"").nth(1).and_then(|rest| rest.split('"').next());
+            let count = line.rsplit(' ').next().and_then(|count| count.parse().ok());
+            let (Some(bound), Some(count)) = (bound, count) else {
+                continue;
+            };
+            match buckets.iter_mut().find(|(known, _)| known == bound) {
+                Some((_, sum)) => *sum += count,
+                None => buckets.push((bound.to_owned(), count)),
+            }
+        }
+        buckets
+    }
+
+    /// The bucket bound at this percentile of the calls since `earlier`, in seconds.
+    pub(crate) fn quantile_since(
+        &self,
+        earlier: &Self,
+        histogram: &str,
+        label: &str,
+        percent: u64,
+    ) -> Option<String> {
+        let before = earlier.buckets(histogram, label);
+        let counts: Vec<(String, u64)> = self
+            .buckets(histogram, label)
+            .into_iter()
+            .map(|(bound, count)| {
+                let had = before.iter().find(|(known, _)| *known == bound);
+                let count = count - had.map_or(0, |(_, count)| *count);
+                (bound, count)
+            })
+            .collect();
+        let all = counts.last()?.1;
+        let rank = (all * percent).div_ceil(100);
+        let bucket = counts.into_iter().find(|(_, count)| *count >= rank);
+        bucket.map(|(bound, _)| bound)
+    }
 }

@@ -251,64 +251,31 @@ async fn at_once(setup: &Setup, address: &str) -> anyhow::Result<()> {
     let operations = after
         .durations(OPERATION, label)
         .since(before.durations(OPERATION, label));
+    let p99 = |histogram, label| {
+        after
+            .quantile_since(&before, histogram, label, 99)
+            .context("kubelet's calls")
+    };
     let ours = Metrics::of_companion(address).await?;
     figure(
         &format!("Prepare of {AT_ONCE} pods at once by the companion's {HANDLING}"),
         &format!(
             "p99 at most {} s",
-            ours.quantile_since(&ours_before, PREPARE, 99).context("calls")?
+            ours.quantile_since(&ours_before, HANDLING, PREPARE, 99)
+                .context("calls")?
         ),
         Goal::none(),
     );
     figure(
         &format!("the same by kubelet's metrics, {} calls", calls.count),
         &format!(
-            "mean {:.2?} per call, {:.2?} with kubelet's own part",
+            "mean {:.2?}, p99 at most {} s per call; {:.2?} and {} s with kubelet's own part",
             calls.mean(),
-            operations.mean()
+            p99(CALL, PREPARE)?,
+            operations.mean(),
+            p99(OPERATION, label)?
         ),
         Goal::none(),
     );
     Ok(())
-}
-
-impl Metrics {
-    /// Upper bound and cumulative count of each bucket of a method, over all services.
-    fn buckets(&self, method: &str) -> Vec<(String, u64)> {
-        let lines = self.0.lines().filter(|line| {
-            line.starts_with("grpc_server_handling_seconds_bucket{")
-                && line.contains(&format!("grpc_method=\"{method}\""))
-        });
-        let mut buckets: Vec<(String, u64)> = Vec::new();
-        for line in lines {
-            let bound = line.split("le=\"").nth(1).and_then(|rest| rest.split('"').next());
-            let count = line.rsplit(' ').next().and_then(|count| count.parse().ok());
-            let (Some(bound), Some(count)) = (bound, count) else {
-                continue;
-            };
-            match buckets.iter_mut().find(|(known, _)| known == bound) {
-                Some((_, sum)) => *sum += count,
-                None => buckets.push((bound.to_owned(), count)),
-            }
-        }
-        buckets
-    }
-
-    /// The bucket bound at this percentile of the calls since `earlier`.
-    fn quantile_since(&self, earlier: &Self, method: &str, percent: u64) -> Option<String> {
-        let before = earlier.buckets(method);
-        let counts: Vec<(String, u64)> = self
-            .buckets(method)
-            .into_iter()
-            .map(|(bound, count)| {
-                let had = before.iter().find(|(known, _)| *known == bound);
-                let count = count - had.map_or(0, |(_, count)| *count);
-                (bound, count)
-            })
-            .collect();
-        let all = counts.last()?.1;
-        let rank = (all * percent).div_ceil(100);
-        let bucket = counts.into_iter().find(|(_, count)| *count >= rank);
-        bucket.map(|(bound, _)| bound)
-    }
 }

@@ -7,13 +7,10 @@
     unreachable_pub,
     reason = "kube's derive wraps the spec in a way that rustc takes for unreachable"
 )]
-#![expect(
-    clippy::duplicated_attributes,
-    reason = "each printcolumn has a type of its own"
-)]
+#![expect(clippy::duplicated_attributes, reason = "each printcolumn sets its own type")]
 #![expect(
     dead_code,
-    reason = "KubeSchema derives a copy of Device in which nobody reads a field that is no part of the schema"
+    reason = "KubeSchema derives a copy of Device, whose fields outside the schema are never read"
 )]
 
 use std::collections::BTreeMap;
@@ -35,26 +32,26 @@ pub const GROUP: &str = "drayman.dev";
 pub const VERSION: &str = "v1alpha1";
 // A rule of the schema (CEL) that adds up over a list would be refused by API servers up to 1.29, which cannot estimate its cost.
 
-/// Devices in one [`NodeInventory`], at most. With two attributes for each and the lengths below, an inventory stays under the
-/// 1.5 MiB that etcd takes, as long as its texts are ASCII. The companion leaves out attributes where more do not fit.
+/// Maximum number of devices in one [`NodeInventory`]. With two attributes for each and the lengths below, an inventory stays under
+/// the 1.5 MiB that etcd accepts, if its texts are ASCII. The companion leaves out attributes that do not fit.
 pub const DEVICES_MAX: usize = 1024;
-/// Attributes of one device, at most.
+/// Maximum number of attributes of one device.
 pub const ATTRIBUTES_MAX: usize = 32;
-/// Characters in the name of an attribute, at most: a domain of 63, a slash and 32.
+/// Maximum characters in the name of an attribute: a domain of 63, a slash and 32.
 pub const ATTRIBUTE_NAME_MAX: usize = 96;
-/// Characters in a text attribute and in the reason why a device is unhealthy, at most.
+/// Maximum characters in a text attribute and in the reason why a device is unhealthy.
 pub const TEXT_MAX: usize = 256;
-/// Characters in an attribute that is a version, at most.
+/// Maximum characters in an attribute that is a version.
 pub const VERSION_MAX: usize = 64;
-/// Devices in one claim, at most: with the longest names they still fit into a resource handle.
+/// Maximum number of devices in one claim: with the longest names they still fit into a resource handle.
 pub const CLAIM_DEVICES_MAX: usize = 64;
-/// Requests in one claim, at most.
+/// Maximum number of requests in one claim.
 pub const REQUESTS_MAX: usize = 16;
-/// Selectors of one class or of one request, at most.
+/// Maximum number of selectors of one class or of one request.
 pub const SELECTORS_MAX: usize = 16;
-/// Bytes of one expression, at most, as in `resource.k8s.io/v1`.
+/// Maximum bytes of one expression, as in `resource.k8s.io/v1`.
 pub const EXPRESSION_MAX: usize = 10 * 1024;
-/// Constraints of one claim, at most.
+/// Maximum number of constraints of one claim.
 pub const CONSTRAINTS_MAX: usize = 8;
 
 /// Devices of a node. Cluster-scoped, one per node and driver, written only by that node's companion and only on change.
@@ -164,8 +161,8 @@ pub struct Device {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 1024), extend("format" = "int32"))]
     pub shares: Option<u32>,
-    /// The device numbers of the nodes that belong to this device alone: what identifies it in the containers of its node, whatever its
-    /// name. Known on the node only, and no part of the object.
+    /// The device numbers of the nodes that belong to this device alone. They identify it in the containers of its node, regardless of
+    /// its name. Known on the node only, and not part of the object.
     #[serde(skip)]
     pub device_numbers: Box<[DeviceNumber]>,
     /// The effect of the taint that the device has in a ResourceSlice while it is unhealthy. Known on the node only, and no part of the
@@ -389,7 +386,7 @@ impl FromIterator<(String, AttributeValue)> for DeviceAttributes {
 
 impl From<AttributeMap> for DeviceAttributes {
     fn from(map: AttributeMap) -> Self {
-        // They are kept, and hardly ever grow.
+        // Attribute lists are long-lived and rarely grow.
         let mut exact = map.into_tuple_vec();
         exact.shrink_to_fit();
         Self(Arc::new(AttributeMap::from_sorted_store_unchecked(exact)))
@@ -407,7 +404,7 @@ impl<'a> IntoIterator for &'a DeviceAttributes {
 
 impl Serialize for DeviceAttributes {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        // A LiteMap alone writes none as an empty list.
+        // LiteMap would serialize an empty map as an empty list.
         serializer.collect_map(self.0.iter())
     }
 }
@@ -687,7 +684,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_are_one_until_one_of_them_is_changed() {
+    fn copies_share_memory_until_one_changes() {
         let first: DeviceAttributes = [("a".to_owned(), AttributeValue::int(1))].into_iter().collect();
         let mut second = first.clone();
         assert!(Arc::ptr_eq(&first.0, &second.0));
@@ -697,7 +694,7 @@ mod tests {
     }
 
     #[test]
-    fn they_are_read_and_written_as_a_map() {
+    fn attributes_are_read_and_written_as_a_map() {
         let text = r#"{"a":{"int":1},"b":{"string":"x"}}"#;
         let read: DeviceAttributes = serde_json::from_str(text).unwrap();
         assert_eq!(serde_json::to_string(&read).unwrap(), text);

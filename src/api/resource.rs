@@ -589,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_has_a_label_of_its_own_however_long_its_name_is() {
+    fn node_labels_are_unique_for_names_of_any_length() {
         assert_eq!(label_of_node("node-a.example.com"), "node-a.example.com");
         let long = |last: char| format!("{}{last}", "node-".repeat(40));
         assert!(label_of_node(&long('a')).len() <= VALUE_MAX);

@@ -185,8 +185,8 @@ fn has_user(content: &Kubeconfig, options: &KubeConfigOptions) -> Result<(), Str
 /// it can be replaced at run time. A CA embedded in the kubeconfig is read once.
 fn authority_file(content: &Kubeconfig, options: &KubeConfigOptions) -> Option<PathBuf> {
     let named = context(content, options)?;
-    let wanted = options.cluster.as_ref().unwrap_or(&named.cluster);
-    let known = content.clusters.iter().find(|known| known.name == *wanted)?;
+    let cluster = options.cluster.as_ref().unwrap_or(&named.cluster);
+    let known = content.clusters.iter().find(|known| known.name == *cluster)?;
     let cluster = known.cluster.as_ref()?;
     match &cluster.certificate_authority_data {
         Some(_) => None,
@@ -249,7 +249,7 @@ fn builder(config: &Config) -> Result<ClientBuilder<ApiService>, Error> {
 /// Sends requests to the API server.
 type ApiService = BoxService<Request<Body>, Response<Incoming>, BoxError>;
 
-/// Does what kube's own service does, and sets `TCP_NODELAY`. Otherwise, the first request on a new connection waits 40 ms for the server's
+/// Like kube's own service, but sets `TCP_NODELAY`. Otherwise, the first request on a new connection waits 40 ms for the server's
 /// acknowledgement of the TLS handshake, and a request of several packets for that of its first (kube-rs/kube#2056).
 fn service(config: &Config) -> Result<ApiService, kube::Error> {
     let mut connector = HttpConnector::new();
@@ -444,7 +444,7 @@ users: [{name: me, user: {token: secret}}]
     }
 
     #[tokio::test]
-    async fn requests_are_sent_once_and_carry_the_component_s_name() {
+    async fn requests_are_sent_once_and_carry_the_components_name() {
         use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
         crate::cli::runtime::choose_tls_provider();

@@ -54,7 +54,7 @@ struct DriverFlags {
     driver_call_timeout: Duration,
 }
 
-/// Named as in the components of Kubernetes, with their defaults.
+/// Leader election flags with the names and defaults of Kubernetes components.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Leader election")]
 #[expect(

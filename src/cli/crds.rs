@@ -18,8 +18,8 @@ use super::objects::CustomResourceDefinition;
 use super::output::write_all;
 use super::runtime::{block_on, choose_tls_provider};
 
-/// The definitions, in the order in which they are printed and applied. `make generate` makes them from the types: building them here would
-/// need code that is in the memory of every companion.
+/// The definitions, in the order of output. `make generate` creates them from the types; building them here would need code in the memory of
+/// every companion.
 const FILES: [(&str, &str); 3] = [
     (
         "drayman.dev_nodeinventories.yaml",
@@ -35,7 +35,7 @@ const FILES: [(&str, &str); 3] = [
     ),
 ];
 /// Limit for one request, and for the API server to establish a CRD.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// Field manager of the applied CRDs.
 const FIELD_MANAGER: &str = "drayman";
 
@@ -104,13 +104,13 @@ async fn apply_one(client: Client, name: &str, definition: &Value) -> anyhow::Re
     // Forced: the CRD's fields may belong to the field manager that installed it.
     let parameters = PatchParams::apply(FIELD_MANAGER).force();
     timeout(
-        PATIENCE,
+        TIMEOUT,
         definitions.patch(name, &parameters, &Patch::Apply(definition)),
     )
     .await
     .map_err(|_| anyhow!("the API server does not answer"))??;
     timeout(
-        PATIENCE,
+        TIMEOUT,
         await_condition(
             definitions,
             name,
@@ -136,7 +136,7 @@ mod tests {
     use crate::api::crd;
 
     #[test]
-    fn the_files_are_as_the_types_have_them() {
+    fn files_match_the_types() {
         let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("crds");
         let made = crd::definitions().into_iter().map(|definition| {
             let name = format!("{}_{}.yaml", definition.spec.group, definition.spec.names.plural);
@@ -152,7 +152,7 @@ mod tests {
         let files = FILES.map(|(name, content)| (name.to_owned(), content.to_owned()));
         assert!(
             files.as_slice() == made,
-            "crds/ is not what the types say; run `make generate`"
+            "crds/ differs from the types; run `make generate`"
         );
     }
 }

@@ -70,7 +70,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         let lines: Vec<String> = all()
             .map(|scenario| {
                 let asked = if scenario == REAL {
-                    " (only if it is asked for, or with --real-devices)"
+                    " (only on request, or with --real-devices)"
                 } else {
                     ""
                 };
@@ -93,12 +93,12 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         let summary = tokio::select! {
             summary = run_scenarios(arguments, directory.path(), output, &shutdown) => summary,
             // With `--keep`, a shutdown is the normal end.
-            () = shutdown.cancelled(), if !arguments.keep => return Err(Error::Runtime(anyhow!("ended before all was shown"))),
+            () = shutdown.cancelled(), if !arguments.keep => return Err(Error::Runtime(anyhow!("stopped before the demo ended"))),
         };
         // Prints the last line only after all senders are gone, even if the demo failed.
         printing.await.context("printing")??;
         summary?
-            .verdict()
+            .result()
             .map_err(|problem| Error::Runtime(anyhow!(problem)))
     })
 }
@@ -158,7 +158,7 @@ async fn run_scenarios(
         ClusterMode::Classic => ("nodeinventories", "  kubectl apply -f examples/basic\n"),
     };
     remark(format!(
-        "the cluster goes on until Ctrl-C; look at it with\n\n  export KUBECONFIG={}\n  kubectl get {devices},pods,resourceclaims\n{apply}",
+        "the cluster runs until Ctrl-C; inspect it with\n\n  export KUBECONFIG={}\n  kubectl get {devices},pods,resourceclaims\n{apply}",
         file.display()
     ));
     tokio::select! {

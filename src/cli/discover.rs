@@ -56,7 +56,7 @@ pub(super) struct Arguments {
     host: HostFlags,
 }
 
-/// Where the host's own files are.
+/// Paths of the host's files.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Directories")]
 pub(super) struct HostFlags {
@@ -118,7 +118,7 @@ pub(super) struct Discovered {
     devices: Vec<DiscoveredDevice>,
     /// Everything that a kind may describe, with the reason if it is no device.
     candidates: Vec<Candidate>,
-    /// What to know about the presets.
+    /// Notes about the presets.
     #[serde(skip)]
     notes: String,
 }
@@ -135,7 +135,10 @@ struct DiscoveredDevice {
 
 /// Runs discovery once and prints the result.
 pub(super) fn run(arguments: Arguments) -> Result<ExitCode, Error> {
-    // --propose and --preset override the variable, but not the flag. clap's conflicts do not tell the two apart.
+    if std::env::var_os("DRAYMAN_OUTPUT").is_some() {
+        eprintln!("note: DRAYMAN_OUTPUT has no effect; use -o");
+    }
+    // --propose and --preset override DRAYMAN_CONFIG, but not the flag. clap's conflicts do not tell the two apart.
     let of_variable = std::env::var_os(CONFIG_VARIABLE).map(PathBuf::from);
     if (arguments.propose || !arguments.presets.is_empty())
         && arguments.config.is_some()
@@ -273,7 +276,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_device_calls_itself_cannot_drive_the_terminal() {
+    fn device_names_cannot_control_the_terminal() {
         let candidate = Candidate {
             kind: "k".into(),
             candidate: "USB \u{1b}[2Jdevice".into(),

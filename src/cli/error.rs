@@ -13,7 +13,7 @@ pub enum Error {
     /// The program failed at run time; a restart may help.
     #[error("{}", causes(.0))]
     Runtime(#[from] anyhow::Error),
-    /// A question could not be asked, or was not answered.
+    /// A diagnostic command got no answer.
     #[error("{}", causes(.0))]
     Unanswered(anyhow::Error),
 }
@@ -28,7 +28,7 @@ impl Error {
         }
     }
 
-    /// Converts the error of a command that asks.
+    /// Converts a run-time error of a diagnostic command.
     pub(super) fn unanswered(self) -> Self {
         match self {
             Self::Runtime(error) => Self::Unanswered(error),
@@ -36,8 +36,8 @@ impl Error {
         }
     }
 
-    /// Exit code: 2 for invalid configuration, as clap returns for flags; 3 for an unanswered question, whose 1 means no; 1 for
-    /// everything else.
+    /// Exit code: 2 for invalid configuration, as clap returns for flags; 3 for an unanswered question; 1 for everything
+    /// else, and for the answer no.
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Configuration(_) => ExitCode::from(2),
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_runtime_error_tells_all_its_causes() {
+    fn a_runtime_error_has_all_its_causes() {
         let cause = anyhow::anyhow!("connection refused").context("cannot list ResourceClaims");
 
         assert_eq!(
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_restart_can_cure_has_an_exit_code_of_its_own() {
+    fn a_configuration_error_has_its_own_exit_code() {
         let configuration = Error::Configuration("--config is missing".to_owned());
         let runtime = Error::from(anyhow::anyhow!("gone"));
 

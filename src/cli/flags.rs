@@ -7,7 +7,7 @@ use super::value;
 /// Default driver name of the built-in driver.
 const DRIVER_NAME: &str = "drayman.dev";
 
-/// How the API server is found.
+/// The API server and the driver name.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Cluster")]
 pub(super) struct ClusterFlags {
@@ -19,7 +19,7 @@ pub(super) struct ClusterFlags {
     pub(super) driver: DriverNameFlag,
 }
 
-/// Which driver.
+/// The driver name.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct DriverNameFlag {
     /// Driver name, which its DeviceClasses or ResourceClasses name: a lower-case DNS subdomain of at most 63 characters, the same

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rows_of_the_documentation_are_the_levels_that_differ() {
+    fn the_documented_rows_are_the_levels_that_differ() {
         let page = include_str!("../../docs/operator/metrics.md");
         let table = page.split("| `--v` |").nth(1).expect("the table of levels");
         let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));

@@ -36,7 +36,7 @@ use clap_complete::CompleteEnv;
 
 use self::error::Error;
 
-/// Former names of commands, each with the present one.
+/// Renamed commands: the old and the new name.
 const RENAMED: [(&str, &str); 1] = [("drain", "leftovers")];
 
 /// DRA driver and device plugin that makes host devices schedulable on Kubernetes.
@@ -134,7 +134,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     })
 }
 
-/// Returns an error that names the new command if an earlier name of it was typed.
+/// Returns an error that names the new command if its old name was typed.
 fn renamed(refusal: &clap::Error) -> Option<Error> {
     let typed = refusal.get(ContextKind::InvalidSubcommand)?.to_string();
     let (old, new) = RENAMED.into_iter().find(|(old, _)| *old == typed)?;
@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_definitions_of_the_flags_agree_with_each_other() {
+    fn flag_definitions_are_consistent() {
         Arguments::command().debug_assert();
     }
 

@@ -53,7 +53,7 @@ pub(super) struct Arguments {
     logging: LoggingFlags,
 }
 
-/// What else there is to do on a node, for a person.
+/// Other commands for the node.
 #[derive(Clone, Debug, clap::Subcommand)]
 enum Command {
     Discover(discover::Arguments),
@@ -84,7 +84,7 @@ struct NodeFlags {
     orphan_grace_period: Duration,
 }
 
-/// Where kubelet and the container runtime expect files.
+/// Directories and sockets of kubelet and the container runtime.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Directories")]
 struct Directories {

@@ -183,9 +183,9 @@ pub(super) enum Colour {
 
 /// Colours a word if stdout is a terminal and `NO_COLOR` is not set.
 pub(super) fn coloured(text: &str, colour: Colour) -> String {
-    let wanted =
+    let has_colour =
         std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-    if !wanted {
+    if !has_colour {
         return text.to_owned();
     }
     let code = match colour {
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_object_says_cannot_paint_the_terminal() {
+    fn texts_of_objects_cannot_control_the_terminal() {
         assert_eq!(one_line("a\u{1b}[31m\nb"), "a [31m b");
     }
 }

@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_depends_on_the_place_of_the_start_is_refused() {
+    fn relative_paths_are_refused() {
         assert_eq!(absolute_path("/var/run/cdi"), Ok(PathBuf::from("/var/run/cdi")));
         for invalid in ["", "cdi", "./cdi", "../cdi", "/var/../cdi"] {
             assert!(absolute_path(invalid).is_err(), "{invalid:?}");
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_limit_is_written_as_kubernetes_writes_durations() {
+    fn time_limits_have_the_kubernetes_duration_syntax() {
         assert_eq!(time_limit("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(time_limit("1m30s"), Ok(Duration::from_secs(90)));
         assert_eq!(request_timeout("30"), Ok(Duration::from_secs(30)));

@@ -7,10 +7,11 @@ use crate::core::lease::LeaseSettingsError;
 
 /// Why the controller cannot run.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ControllerError {
     /// The API server would reject the driver's name as part of a finalizer.
     #[error(
-        "driver name {0:?} is not a lower-case DNS subdomain of at most 63 characters: the API server refuses its finalizer"
+        "driver name {0:?} is not a lower-case DNS subdomain of at most 63 characters: the API server rejects its finalizer"
     )]
     DriverName(String),
     /// The API server does not serve the alpha API, which is off by default.
@@ -22,7 +23,7 @@ pub enum ControllerError {
     #[error("leader election: {0}")]
     LeaderElection(#[from] LeaseSettingsError),
     /// The driver has failed to process an observation, so its state is unknown.
-    #[error("the driver's state is unknown: {0}: start again")]
+    #[error("the driver's state is unknown: {0}: restart the controller")]
     Observe(String),
     /// The thread that renews the lease cannot be started.
     #[error("leader election: no thread for the lease: {0}")]
@@ -31,7 +32,9 @@ pub enum ControllerError {
     #[error("leader election: no client for the lease: {0}")]
     LeaseConnection(String),
     /// Another controller may lead by now.
-    #[error("the lease could not be renewed in time, so another controller may lead by now: start again")]
+    #[error(
+        "the lease could not be renewed in time, so another controller may lead by now: restart this one"
+    )]
     LeaseLost,
     /// The API server accepted the connection but did not answer in time.
     #[error("the API server has not answered for {} s", .0.as_secs())]

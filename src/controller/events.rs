@@ -31,8 +31,8 @@ const MAX_PAUSE: Duration = Duration::from_secs(10);
 /// Writes Events one after the other, independently of the controller's other work.
 ///
 /// A report is pending until the server has stored it; a newer report with the same object and reason replaces it. A report that finds
-/// the queue full, or that the server refuses, returns to the [`ControllerState`](crate::core::claims::ControllerState), which then knows that it was not
-/// delivered.
+/// the queue full, or that the server refuses, returns to the [`ControllerState`](crate::core::claims::ControllerState), which then
+/// knows that it was not delivered.
 pub(super) struct EventWriter {
     queue: Arc<ReportQueue>,
     answers: mpsc::UnboundedSender<ControllerEvent>,
@@ -181,7 +181,7 @@ impl EventWriter {
                         tracing::warn!(
                             error,
                             reason = about.1,
-                            "event could not be written, and is tried again"
+                            "event could not be written; it is retried"
                         );
                         reports.put_back(about, pending);
                         tokio::time::sleep(pause).await;
@@ -212,7 +212,7 @@ impl EventWriter {
         if let Err(report) = self.queue.add(report) {
             tracing::warn!(
                 reason = report.reason,
-                "{MAX_PENDING} events wait to be written: this one is tried again later"
+                "{MAX_PENDING} events wait to be written: this one is retried later"
             );
             let _ = self.answers.send(ControllerEvent::ReportFailed(report));
         }
@@ -222,7 +222,7 @@ impl EventWriter {
     pub(super) async fn finish(self, limit: Duration) {
         self.queue.end();
         if tokio::time::timeout(limit, self.task).await.is_err() {
-            tracing::warn!("events were left unwritten at the end");
+            tracing::warn!("the controller stops with unwritten events");
         }
     }
 }

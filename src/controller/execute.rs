@@ -246,7 +246,7 @@ impl<D: Driver> Executor<D> {
         tasks.close();
         let ended = tokio::time::timeout(limit, tasks.wait()).await.is_ok();
         if !ended {
-            tracing::warn!(left = tasks.len(), "calls were left unanswered at the end");
+            tracing::warn!(left = tasks.len(), "the controller stops with unanswered calls");
         }
         let is_settled = ended && !shared.has_late_allocation();
         events.finish(limit).await;

@@ -26,6 +26,7 @@ use super::write::Fence;
 
 /// Name and times of the lease. The defaults are those of the Kubernetes components.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct LeaderElection {
     /// The namespace of the Lease object.
     pub namespace: String,

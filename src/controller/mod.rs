@@ -103,6 +103,7 @@ struct Options<D> {
 
 /// The controller's counters, and the start of the clock that they refer to.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Metrics {
     /// When the controller started to serve.
     pub since: Instant,

@@ -17,13 +17,11 @@ const KEPT: usize = 16;
 pub enum PredecessorsError {
     /// Another process has the lock, and may lead.
     #[error(
-        "{0} is locked by another controller that still runs: end that one, or give each controller a directory of its own"
+        "{0} is locked by another controller that still runs: stop that one, or give each controller its own directory"
     )]
     Locked(PathBuf),
     /// The directory or a file in it cannot be used.
-    #[error(
-        "{path} cannot be {action}: {source}; give a directory that exists and that this user can write to"
-    )]
+    #[error("{path} cannot be {action}: {source}; use an existing directory that this user can write to")]
     Io {
         /// The failed action.
         action: &'static str,
@@ -79,7 +77,7 @@ impl Predecessors {
         let written = std::fs::write(&new, lines.join("\n")).and_then(|()| std::fs::rename(&new, &path));
         // On a full disk the next process waits for the lease to expire, but this one still starts.
         if let Err(error) = written {
-            tracing::warn!(path = %path.display(), %error, "the identity could not be written: the next process waits until the lease has run out");
+            tracing::warn!(path = %path.display(), %error, "the identity could not be written: the next process waits until the lease expires");
         }
         Ok(Self { ended, _lock: lock })
     }

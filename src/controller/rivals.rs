@@ -80,7 +80,7 @@ async fn list(client: &kube::Client, election: &LeaderElection, limit: Duration)
         Ok(Err(error)) => {
             tracing::warn!(
                 %error,
-                "Leases of other namespaces cannot be listed; another controller of the same driver name would not be noticed"
+                "Leases of other namespaces cannot be listed; another controller of the same driver name would not be detected"
             );
             return None;
         }
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_lease_without_renewals_is_no_rival() {
+    async fn a_lease_without_renewals_is_not_a_rival() {
         for leases in [
             &[("ours", "pod_1", true)][..],
             &[("ours", "pod_1", true), ("theirs", "other_1", false)],

@@ -3,7 +3,7 @@
 //! Each kind keeps its own order; a list replaces the known objects. There may be ten thousand objects, kept for as long as they exist, so
 //! unused fields of watched objects are not even decoded: `managedFields` is most of an object, a tree of small allocations, and the gaps
 //! they leave in the heap are lost to larger allocations. An object also comes from a read, or as the answer to a write of our own; the
-//! answer is the copy that stays if nobody changes the object after us.
+//! answer is the copy that stays if no other client changes the object later.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -197,7 +197,7 @@ where
                 Ok(watcher::Event::Apply(object)) => Some((kind.one)(object.0)),
                 Ok(watcher::Event::Delete(object)) => Some((kind.gone)(&object.0)),
                 Err(error) => {
-                    tracing::warn!(kind = %K::kind(&()), %error, "watch failed, trying again");
+                    tracing::warn!(kind = %K::kind(&()), %error, "watch failed; it is retried");
                     None
                 }
             };
@@ -661,7 +661,7 @@ mod tests {
         assert_eq!(kept(r#"{ "d.dev/node": "n" }"#, allocated), None);
         let nowhere = r#"{ "allocation": { "resourceHandles": [] } }"#;
         let labels = kept(r#"{ "d.dev/node": "n" }"#, nowhere);
-        assert!(labels.is_some(), "nothing else says where it is");
+        assert!(labels.is_some(), "no other record has the node");
         assert_eq!(kept(r#"{ "d.dev/node": "n" }"#, "{}").unwrap().len(), 1);
         let others = kept(
             r#"{ "d.dev/node": "n", "e.dev/node": "n", "app": "x" }"#,
@@ -731,7 +731,7 @@ mod tests {
     }
 
     #[test]
-    fn finalizers_and_owners_are_kept_only_as_far_as_they_are_read() {
+    fn unread_finalizers_and_owners_are_dropped() {
         let kept = |number: usize, uid: &str| {
             let owner = |uid: &str, controller: bool| json!({ "apiVersion": "v1", "kind": "Pod", "name": "p", "uid": uid, "controller": controller });
             let mut owners = vec![owner("other", false); number];
@@ -779,7 +779,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_large_pod_only_the_fields_that_are_read_are_kept() {
+    fn a_large_pod_keeps_only_the_fields_that_are_read() {
         let kept = |containers: Value| {
             let pod = json!({
                 "metadata": { "name": "p" },

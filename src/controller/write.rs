@@ -24,7 +24,7 @@ use super::predecessors::Predecessors;
 pub(super) const MAX_REQUESTS: usize = 64;
 
 /// The message of an operation that was not started.
-pub(super) const ENDS: &str = "the controller ends";
+pub(super) const ENDS: &str = "the controller is stopping";
 
 /// Upper limit of a pause, even if the server requests a longer one, so that requests soon resume after a fault.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
@@ -108,7 +108,7 @@ impl Pause {
         let until = Instant::now() + pause;
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         *known = Some(known.map_or(until, |known| known.max(until)));
-        tracing::debug!("the API server has too much to do: nothing is sent to it for {pause:?}");
+        tracing::debug!("the API server is overloaded: nothing is sent to it for {pause:?}");
     }
 }
 
@@ -200,7 +200,7 @@ pub(super) async fn claim(
                 api.patch_status(&key.name, &parameters, &Patch::Json::<()>(patch))
                     .await
             }
-            Err(error) => return Outcome::Refused(format!("the patch cannot be written: {error}")),
+            Err(error) => return Outcome::Refused(format!("the patch cannot be serialized: {error}")),
         },
     };
     match result {
@@ -244,7 +244,7 @@ pub(super) async fn context(
             let patch = Patch::Json::<()>(patch);
             outcome(api.patch_status(&key.name, &parameters, &patch).await)
         }
-        Some(Err(error)) => Outcome::Refused(format!("the patch cannot be written: {error}")),
+        Some(Err(error)) => Outcome::Refused(format!("the patch cannot be serialized: {error}")),
     }
 }
 
@@ -261,11 +261,11 @@ fn is_too_long(status: &kube::core::Status) -> bool {
 /// Up to 1.28 `unsuitableNodes` is a set for server-side apply, so the nodes of another writer stay, for instance those of the driver
 /// that served these claims before; applying again would change nothing. From 1.29 on the whole list is replaced.
 fn leftovers(object: &PodSchedulingContext, entries: &[ResourceClaimSchedulingStatus]) -> Option<Value> {
-    let wanted = |name: &str| entries.iter().find(|entry| entry.name == name);
+    let entry_of = |name: &str| entries.iter().find(|entry| entry.name == name);
     let mut operations = vec![json!({
         "op": "test", "path": "/metadata/resourceVersion", "value": object.metadata.resource_version })];
     for (number, stored) in object.status.resource_claims.iter().enumerate() {
-        if let Some(entry) = wanted(&stored.name)
+        if let Some(entry) = entry_of(&stored.name)
             && stored
                 .unsuitable_nodes
                 .iter()

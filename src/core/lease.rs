@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_that_nobody_has_is_usable_at_once() {
+    fn a_lease_without_a_holder_is_usable_at_once() {
         assert_eq!(held().term(), Some(at(0)..at(10)));
     }
 

@@ -1,6 +1,6 @@
 //! Names that become part of files, CDI ids, device plugin ids and environment variables: claim uids, driver names, device names
-//! ([`device_name`] makes them, of the identities in `node::discovery::sources`) and extended resources. Each is validated early and with a
-//! reason, by the rules of kubelet, the API server and CDI.
+//! ([`device_name`] derives them from the identities in `node::discovery::sources`) and extended resources. Each is validated early and
+//! with a reason, by the rules of kubelet, the API server and CDI.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ pub struct ClaimUid(String);
 
 /// The text is not a valid claim uid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the claim uid {0:?} is not a UUID as the API server writes it (lower case, with hyphens)")]
+#[error("claim uid {0:?} is not a UUID in the form of the API server (lower case, with hyphens)")]
 pub struct ClaimUidError(String);
 
 /// Maximum length, in characters, of a rejected text quoted in an error.
@@ -68,7 +68,7 @@ pub enum DriverNameError {
     #[error(transparent)]
     Kubernetes(#[from] NameError),
     /// The container runtime rejects it as a CDI vendor.
-    #[error("{0:?} cannot be the name of a driver: CDI asks for a letter at the beginning")]
+    #[error("{0:?} is not a valid driver name: CDI requires a leading letter")]
     Vendor(String),
 }
 
@@ -87,8 +87,8 @@ impl DriverName {
         &self.0
     }
 
-    /// The CDI kind of the devices that claims get. A classic claim is one CDI device, named after its uid. In structured mode, each device of
-    /// a claim is one, see [`ClaimDevice`].
+    /// The CDI kind of the devices that claims get. A classic claim is one CDI device, named after its uid. In structured mode, each device
+    /// of a claim is one, see [`ClaimDevice`].
     pub fn cdi_kind(&self) -> String {
         format!("{}/claim", self.0)
     }
@@ -242,7 +242,7 @@ fn is_label_of_any_length(text: &str) -> bool {
 /// Derives a device name from its identity: the path relative to `/dev`, the ids or the port of a USB device, the address of a PCI function,
 /// or the first path, the kind, or kind and pattern of a group.
 ///
-/// The result is a DNS label and is stable across restarts. An identity that is a DNS label is its own name. Any other loses characters, so
+/// The result is a DNS label and is stable across restarts. An identity that is a DNS label is the name. Any other loses characters, so
 /// a hash of the whole identity is appended to keep names distinct.
 pub fn device_name(identity: &str) -> String {
     if is_dns_label(identity) {
@@ -400,7 +400,7 @@ fn extended_resource_problem(name: &str) -> Option<&'static str> {
         .iter()
         .all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(byte))
     {
-        Some("the part after the slash may have letters, digits and -_. only")
+        Some("the part after the slash may contain only letters, digits and -_.")
     } else {
         None
     }
@@ -418,7 +418,7 @@ fn subdomain_problem(domain: &str) -> Option<&'static str> {
         if !edge(bytes.first()) || !edge(bytes.last()) {
             Some("each part of the domain must begin and end with a lowercase letter or digit")
         } else if !bytes.iter().all(|byte| edge(Some(byte)) || *byte == b'-') {
-            Some("the domain may have lowercase letters, digits, - and . only")
+            Some("the domain may contain only lowercase letters, digits, - and .")
         } else {
             None
         }
@@ -432,7 +432,7 @@ mod claim_uid_tests {
     use super::*;
 
     #[test]
-    fn the_form_of_the_api_server_is_taken() {
+    fn the_form_of_the_api_server_is_accepted() {
         let text = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10";
         assert_eq!(ClaimUid::parse(text).unwrap().as_str(), text);
     }
@@ -461,7 +461,7 @@ mod claim_uid_tests {
         #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
 
         #[test]
-        fn nothing_that_could_leave_a_directory_is_taken(text in r"(\.\./|[a-f0-9/.\\\x00-]){0,40}") {
+        fn no_accepted_uid_leaves_a_directory(text in r"(\.\./|[a-f0-9/.\\\x00-]){0,40}") {
             if let Ok(uid) = ClaimUid::parse(&text) {
                 prop_assert!(uid.as_str().bytes().all(|b| b.is_ascii_hexdigit() || b == b'-'));
                 prop_assert_eq!(uid.as_str().len(), 36);
@@ -475,7 +475,7 @@ mod driver_name_tests {
     use super::*;
 
     #[test]
-    fn a_name_that_is_safe_in_paths_and_cdi_is_taken() {
+    fn a_name_that_is_safe_in_paths_and_cdi_is_accepted() {
         let driver = DriverName::parse("drayman.dev").unwrap();
         let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap();
         assert_eq!(
@@ -519,7 +519,7 @@ mod driver_name_tests {
     }
 
     #[test]
-    fn names_that_are_not_are_refused() {
+    fn unsafe_names_are_refused() {
         for name in [
             "",
             "..",
@@ -547,14 +547,14 @@ mod naming_tests {
     use super::*;
 
     #[test]
-    fn a_path_that_is_a_label_is_its_own_name() {
+    fn a_path_that_is_a_label_is_the_device_name() {
         for path in ["kvm", "drayman-test-0", "0"] {
             assert_eq!(device_name(path), path);
         }
     }
 
     #[test]
-    fn names_stay_the_same_over_releases() {
+    fn names_are_the_same_in_all_releases() {
         let paths = [
             "ttyUSB0",
             "serial/by-id/usb-FTDI_FT232R_A50285BI-if00-port0",
@@ -627,7 +627,7 @@ mod name_tests {
     use super::*;
 
     #[test]
-    fn names_of_extended_resources_that_kubelet_takes_are_taken() {
+    fn extended_resource_names_valid_for_kubelet_are_accepted() {
         let longest = format!(
             "{}.{}.{}.{}/{}",
             "a".repeat(63),

@@ -102,7 +102,7 @@ mod tests {
         assert_eq!(
             stream.next().now_or_never(),
             None,
-            "what was before is not reported"
+            "earlier changes are not reported"
         );
         changes.report(CapacityCause::Freed, 0);
         assert_eq!(stream.next().now_or_never(), None, "nothing has changed");

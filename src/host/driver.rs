@@ -686,9 +686,9 @@ impl HostDriver {
     /// Allocates the result of a search on copies if it is still available; checking and holding it is one step.
     async fn search_allocation(&self, claims: &[ClaimRequest<Self>], node: Option<&str>) -> AllocateOutcome {
         let owned = owned(claims);
-        let wanted = requested(claims);
-        let refuse = |errors| self.shared.state().allocator.refuse(&wanted, errors);
-        let route = self.piece(|state| state.allocator.route(&wanted, node)).await;
+        let requests = requested(claims);
+        let refuse = |errors| self.shared.state().allocator.refuse(&requests, errors);
+        let route = self.piece(|state| state.allocator.route(&requests, node)).await;
         let route = match route {
             Ok(route) => route,
             Err(errors) => return refuse(errors),
@@ -709,7 +709,7 @@ impl HostDriver {
                 work = done;
                 let Some((snapshot, evaluated)) = found else { break };
                 if evaluated.iter().any(Result::is_err) {
-                    match granted(&route, snapshot.name(), evaluated, &wanted) {
+                    match granted(&route, snapshot.name(), evaluated, &requests) {
                         Some(Err(errors)) => return refuse(errors),
                         _ => break,
                     }
@@ -718,7 +718,7 @@ impl HostDriver {
                     .shared
                     .state()
                     .allocator
-                    .hold_in(&wanted, &snapshot, evaluated);
+                    .hold_in(&requests, &snapshot, evaluated);
                 tries += 1;
                 match held {
                     Some(allocated) => return allocated,
@@ -733,7 +733,7 @@ impl HostDriver {
                 break;
             }
         }
-        let mut shortage = route.shortage(&wanted);
+        let mut shortage = route.shortage(&requests);
         let candidates: Vec<String> = route.candidates().map(str::to_owned).collect();
         for some in candidates.chunks(MAX_SNAPSHOTS) {
             if work.is_spent() {
@@ -748,7 +748,7 @@ impl HostDriver {
                 })
                 .await;
         }
-        refuse(route.exhausted(&wanted, shortage, &work))
+        refuse(route.exhausted(&requests, shortage, &work))
     }
 }
 

@@ -235,7 +235,7 @@ impl Evaluator {
             Err(_) => {
                 self.forget_thread();
                 Err(SelectorError::Unfinished(format!(
-                    "its evaluation takes longer than {limit:?}: make it simpler; it is tried again now and then"
+                    "its evaluation takes longer than {limit:?}: simplify it; the evaluation is retried"
                 )))
             }
         }
@@ -270,7 +270,7 @@ impl Evaluator {
 }
 
 fn run(driver: &str, jobs: &Receiver<Job>) {
-    let environment = Environment::new(driver);
+    let environment = CelEnvironment::new(driver);
     let mut programs: BTreeMap<Arc<str>, Result<Compiled, String>> = BTreeMap::new();
     let mut ages: VecDeque<Arc<str>> = VecDeque::new();
     while let Ok(job) = jobs.recv() {
@@ -488,7 +488,7 @@ impl Expressions {
     pub(crate) fn check(&self, expression: &Arc<str>, now: Instant) -> Result<bool, SelectorError> {
         if !self.contains(expression) {
             return Err(SelectorError::Unfinished(
-                "it is in no object any more".to_owned(),
+                "no object contains it any more".to_owned(),
             ));
         }
         match self.statuses.get(expression) {
@@ -548,7 +548,7 @@ impl Expressions {
 
 /// The environment of all evaluations.
 #[allow(missing_debug_implementations, reason = "the context of CEL has none")]
-pub struct Environment {
+pub struct CelEnvironment {
     context: Context<'static>,
     version: Option<Program>,
     quantity: Option<Program>,
@@ -571,7 +571,7 @@ pub struct Compiled {
     keys: Vec<String>,
 }
 
-impl Environment {
+impl CelEnvironment {
     /// Returns the environment for the devices of one driver: attribute names without a domain belong to `driver`.
     pub fn new(driver: &str) -> Self {
         let mut context = Context::default().with_all();
@@ -701,7 +701,7 @@ impl Compiled {
     }
 
     /// Evaluates the expression against a device's attributes. Needs the same stack.
-    pub fn evaluate(&self, environment: &Environment, attributes: &AttributeSet) -> Match {
+    pub fn evaluate(&self, environment: &CelEnvironment, attributes: &AttributeSet) -> Match {
         let values = attributes
             .iter()
             .filter_map(|(name, value)| Some((&**name, environment.value(value)?)));
@@ -717,7 +717,7 @@ impl Compiled {
     }
 
     /// Evaluates the expression against a device of a ResourceSlice of `driver`. Needs the same stack.
-    pub fn evaluate_device(&self, environment: &Environment, driver: &str, device: &Device) -> Match {
+    pub fn evaluate_device(&self, environment: &CelEnvironment, driver: &str, device: &Device) -> Match {
         let attributes = device.attributes.iter().flatten();
         let capacity = device.capacity.iter().flatten();
         self.execute(
@@ -740,9 +740,9 @@ impl Compiled {
         )
     }
 
-    fn execute(&self, environment: &Environment, input: Input<'_>) -> Match {
+    fn execute(&self, environment: &CelEnvironment, input: Input<'_>) -> Match {
         let mut context = environment.context.new_inner_scope();
-        context.add_variable_from_value("device", Environment::device(input, &self.keys));
+        context.add_variable_from_value("device", CelEnvironment::device(input, &self.keys));
         match Value::resolve(&self.expression, &context) {
             Ok(Value::Bool(true)) => Match::Yes,
             Ok(Value::Bool(false)) => Match::No,
@@ -792,7 +792,7 @@ fn index_optionally(expression: &mut Expression) {
 fn error_text(error: &ExecutionError) -> String {
     match error {
         ExecutionError::UnsupportedTargetType { target } => {
-            format!("a function is not for {}", value_text(target))
+            format!("a function does not accept {}", value_text(target))
         }
         ExecutionError::NotSupportedAsMethod { method, target } => {
             format!("there is no function {method:?} of {}", value_text(target))
@@ -804,11 +804,11 @@ fn error_text(error: &ExecutionError) -> String {
             format!("{} cannot be compared to {}", value_text(left), value_text(right))
         }
         ExecutionError::UnsupportedUnaryOperator(operator, value) => {
-            format!("operator {operator:?} is not for {}", value_text(value))
+            format!("operator {operator:?} does not accept {}", value_text(value))
         }
         ExecutionError::UnsupportedBinaryOperator(operator, left, right) => {
             format!(
-                "operator {operator:?} is not for {} and {}",
+                "operator {operator:?} does not accept {} and {}",
                 value_text(left),
                 value_text(right)
             )
@@ -819,7 +819,7 @@ fn error_text(error: &ExecutionError) -> String {
             format!("there is no {} in {}", value_text(index), value_text(value))
         }
         ExecutionError::FunctionError { function, message } if message.contains("Map(") => {
-            format!("function {function:?} is not for a map")
+            format!("function {function:?} does not accept a map")
         }
         other => other.to_string(),
     }
@@ -1060,7 +1060,7 @@ impl<'f> ExpressionChecker<'f> {
             && let Expr::Literal(LiteralValue::String(key)) = &key.expr
         {
             match name {
-                // A longer name is that of no domain.
+                // A longer name cannot be a domain.
                 "_[_]" | "_[?_]" if key.inner().len() <= ATTRIBUTE_NAME_MAX => {
                     self.keys.push(key.inner().to_owned());
                 }
@@ -1155,7 +1155,7 @@ impl<'f> ExpressionChecker<'f> {
 /// Compiled selectors of structured mode. [`with_selectors`] provides the stack that they need.
 #[allow(missing_debug_implementations, reason = "the context of CEL has none")]
 pub struct DeviceSelectors {
-    environment: Environment,
+    environment: CelEnvironment,
     programs: BTreeMap<String, Result<Compiled, String>>,
 }
 
@@ -1182,7 +1182,7 @@ pub fn with_selectors<T: Send>(work: impl FnOnce(&mut DeviceSelectors) -> T + Se
             .stack_size(STACK);
         let run = || {
             let mut selectors = DeviceSelectors {
-                environment: Environment::new(""),
+                environment: CelEnvironment::new(""),
                 programs: BTreeMap::new(),
             };
             work(&mut selectors)

@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_object_that_cannot_be_read_says_why_beside_those_that_can() {
+    async fn a_list_keeps_readable_objects_beside_unreadable_ones() {
         use watcher::Event::{Init, InitApply, InitDone};
         let events = vec![
             Ok(Init),

@@ -2,7 +2,7 @@
 //! ([`hand_over`](super::hand_over)).
 //!
 //! The socket is `records.sock` beside the checkpoint, accessible only to root like all our sockets. If no companion runs, the checkpoint
-//! can be read; a release requires a companion, because the driver must undo its work.
+//! can be read; a release requires a companion, because the driver must revert its work.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -106,13 +106,13 @@ impl Records for AdminService {
 
 /// Why the prepared claims cannot be read or changed.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum RecordsError {
     /// No companion answers, and its checkpoint cannot be read.
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(
-        "there are no records of driver {driver} in {directory}: are the driver's name and kubelet's root directory right?"
+        "there are no records of driver {driver} in {directory}: check the driver name and kubelet's root directory"
     )]
     Nothing { driver: String, directory: PathBuf },
     /// The companion refused the request.
@@ -122,7 +122,7 @@ pub enum RecordsError {
     #[error("{0}")]
     Companion(String),
     #[error(
-        "the companion at {socket} does not answer within {} s: see its log, and ask again with `drayman node holdings` before you repeat a release, which may still take effect",
+        "the companion at {socket} does not answer within {} s: check its log, and run `drayman node holdings` before you repeat a release, which may still take effect",
         ANSWER_TIMEOUT.as_secs()
     )]
     Silent { socket: PathBuf },
@@ -130,7 +130,7 @@ pub enum RecordsError {
         "no companion runs on this node, and only a companion can release a claim: start it and repeat the command. Until then no device of this node is handed out"
     )]
     NotRunning,
-    #[error("cannot read which boot this is: {0}")]
+    #[error("cannot read the boot id: {0}")]
     BootId(std::io::Error),
 }
 
@@ -245,7 +245,7 @@ impl Access {
         }
     }
 
-    /// Releases the devices of a claim and returns the former holding.
+    /// Releases the devices of a claim and returns the released holding.
     pub async fn release(&mut self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
         match self {
             Self::Running(Companion { client, socket }) => {

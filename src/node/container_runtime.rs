@@ -40,7 +40,7 @@ const MAX_ANSWER: usize = 16 * 1024 * 1024;
 /// How long after the removal of a CDI file the runtime may not yet list a container created with it: the runtime reads the file during the
 /// create call, shortly before it lists the container.
 const SETTLE: Duration = Duration::from_secs(2);
-/// When the runtime is asked again after it has not answered about claims that could be freed.
+/// Delay before the runtime is asked again if it has not answered about claims that could be freed.
 const UNANSWERED_PAUSE: Duration = Duration::from_secs(30);
 /// Labels that kubelet sets on its containers.
 const POD_NAMESPACE: &str = "io.kubernetes.pod.namespace";
@@ -77,7 +77,7 @@ pub struct CriClient {
 #[derive(Debug, Default)]
 struct Connection {
     channel: Option<Channel>,
-    /// The socket that was found to be that of kubelet's runtime. It stays so without containers.
+    /// The socket identified as that of kubelet's runtime, kept while it shows no containers.
     identified: Option<PathBuf>,
     known: KnownContainers,
     /// The containers of the last query, and when it began.
@@ -217,7 +217,7 @@ impl ContainerRuntime for CriClient {
                 .await
                 .unwrap_or_else(|_| Err(format!("no answer within {} s", LIMIT.as_secs())))
                 .map_err(|problem| {
-                    format!("the container runtime does not tell which containers have devices: {problem}")
+                    format!("the container runtime does not show which containers have devices: {problem}")
                 })
         })
     }
@@ -371,7 +371,7 @@ impl RuntimeCheck {
             Some(Err(problem)) => {
                 warn!(
                     reason = "ContainerRuntimeUnavailable",
-                    "whether another container has a device is not checked: {problem}"
+                    "cannot check whether another container has a device: {problem}"
                 );
                 return Ok(());
             }
@@ -442,7 +442,7 @@ impl RuntimeCheck {
             Some(Err(problem)) => {
                 warn!(
                     reason = "ContainerRuntimeUnavailable",
-                    "whether containers use the devices of claims is not checked: {problem}"
+                    "cannot check whether containers use the devices of claims: {problem}"
                 );
                 if !self.is_known() {
                     return (view, None);
@@ -598,7 +598,7 @@ mod tests {
     }
 
     #[test]
-    fn a_named_socket_that_does_not_exist_is_no_runtime() {
+    fn a_missing_named_socket_means_no_runtime() {
         let root = tempfile::tempdir().unwrap();
         let socket = root.path().join("cri.sock");
         let is_certain = || {
@@ -703,10 +703,10 @@ mod tests {
         assert_eq!(
             asked.load(Ordering::SeqCst),
             4,
-            "what a container was given is kept"
+            "the devices of a container are kept"
         );
 
-        // Those who call during a query share the next one.
+        // Calls during a query share the next one.
         let before = listed.load(Ordering::SeqCst);
         let all = futures::future::join_all((0..10).map(|_| client.list_containers())).await;
         assert!(all.iter().all(Result::is_ok));

@@ -1,4 +1,4 @@
-//! What all tasks share that call the API server.
+//! Shared context of the tasks that call the API server.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::core::names::DriverName;
 use crate::node::metrics::Metrics;
 
-/// A client of the API server, and what identifies this companion there.
+/// A client of the API server, and the identity of this companion there.
 #[derive(Clone)]
 pub struct NodeContext {
     /// API server client.

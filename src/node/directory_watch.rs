@@ -16,7 +16,7 @@ pub(super) struct DirectoryWatches {
     /// `None` if no inotify instance is available (most nodes allow each user 128).
     events: Option<EventStream<[u8; BUFFER]>>,
     mask: WatchMask,
-    /// What replaces a watch, for messages.
+    /// The replacement of a watch, for messages.
     fallback: String,
     watched: BTreeMap<PathBuf, WatchDescriptor>,
     /// Directories that cannot be watched, already logged.
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_directory_that_was_renamed_away_is_watched_only_by_its_other_path() {
+    async fn a_renamed_directory_is_watched_only_by_its_other_path() {
         let parent = tempfile::tempdir().unwrap();
         let [path, old, link] = ["d", "old", "link"].map(|name| parent.path().join(name));
         let directories = BTreeSet::from([path.clone()]);

@@ -72,7 +72,7 @@ pub trait NodeDriver: Send + Sync + 'static {
         }
     }
 
-    /// Undoes [`NodeDriver::prepare`]. The claim's containers have ended. By default this does nothing.
+    /// Reverts [`NodeDriver::prepare`]. The claim's containers have ended. By default this does nothing.
     ///
     /// Also called after a prepare that failed or was interrupted by a crash, and for devices that have gone; possibly twice, and
     /// by another process. An error withholds the claim's devices and delays the pod's termination until a retry by kubelet
@@ -124,7 +124,7 @@ pub enum NodeDriverError {
     InUse {
         /// The device.
         device: String,
-        /// What uses it and, ideally, the remedy.
+        /// The user of the device and, ideally, the remedy.
         problem: String,
     },
     /// The driver cannot use the device.
@@ -162,7 +162,7 @@ pub(crate) fn served(list: Vec<Device>) -> (Devices, BTreeSet<String>) {
         } else if !is_dns_label(&device.kind) {
             "its kind is not a DNS label"
         } else if devices.contains_key(&device.name) {
-            "its name comes twice"
+            "its name is a duplicate"
         } else if devices.len() >= DEVICES_MAX {
             "this node has as many devices as an inventory can have"
         } else if device.attributes.len() > ATTRIBUTES_MAX
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn by_default_a_claim_gets_what_its_devices_bring() {
+    async fn by_default_a_claim_gets_the_edits_of_its_devices() {
         struct Sensors;
         impl NodeDriver for Sensors {
             fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {

@@ -4,7 +4,7 @@
 //! ```text
 //! next companion                  this companion                          kubelet
 //! waits for the lock              serves
-//!                                 is told to end; offers the hand-over
+//!                                 shuts down; offers the hand-over
 //! registers; calls wait           serves                                  calls the companion that registered last
 //! accepts                         serves calls that kubelet has begun
 //!                                 ends and frees the lock

@@ -55,7 +55,7 @@ impl Metrics {
     pub const OPERATIONS: [&'static str; 4] = ["allocate", "prepare", "start", "unprepare"];
 
     /// The results of writes of ResourceSlices.
-    pub const SLICE_WRITES: [&'static str; 8] = [
+    pub const SLICE_WRITES: [&'static str; 9] = [
         "Conflict",
         "Done",
         "Failed",
@@ -64,6 +64,7 @@ impl Metrics {
         "NameTaken",
         "Throttled",
         "TooLarge",
+        "Webhook",
     ];
 
     /// A snapshot of the current values.
@@ -140,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused_is_counted_with_its_reason_too() {
+    fn refusals_are_counted_with_their_reason() {
         let metrics = Metrics::default();
         metrics.handled("prepare", None);
         metrics.handled("prepare", Some("DeviceHeld"));

@@ -96,7 +96,7 @@ impl OrphanCheck {
             Some(ClaimsApi::Classic) => self.view(question, |claim| self.classic_devices(claim)).await,
             Some(ClaimsApi::Structured) => self.view(question, |claim| self.devices(claim)).await,
             Some(ClaimsApi::None) | None => {
-                ApiView::Unknown("the API server does not serve claims, or has not said yet".to_owned())
+                ApiView::Unknown("the API server does not serve claims, or has not answered yet".to_owned())
             }
         }
     }

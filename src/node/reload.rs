@@ -25,7 +25,7 @@ use crate::node::directory_watch::DirectoryWatches;
 /// How long to gather events before reading the file: a writer causes several.
 const GATHER: Duration = Duration::from_millis(200);
 /// Read interval if the file cannot be watched.
-const LOOK: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Extended resources by name.
 pub(super) type ConfiguredResources = BTreeMap<String, ExtendedResource>;
@@ -83,7 +83,7 @@ impl Follower {
     }
 
     fn changes(&self) -> DirectoryWatches {
-        let fallback = format!("the configuration is read every {} s", LOOK.as_secs());
+        let fallback = format!("the configuration is read every {} s", POLL_INTERVAL.as_secs());
         let mut changes = DirectoryWatches::new(WatchMask::CLOSE_WRITE, fallback);
         changes.watch(&BTreeSet::from([directory_of(&self.file).to_owned()]));
         changes
@@ -102,7 +102,7 @@ impl Follower {
                 if refused.as_ref() != Some(&problem) {
                     let reason = error.reason();
                     let note = format!(
-                        "the configuration has changed and is refused; the one before stays in force: {problem}"
+                        "the configuration has changed and is refused; the previous one stays in force: {problem}"
                     );
                     warn!(reason, "{note}");
                     self.report(DeviceEvent {
@@ -152,7 +152,7 @@ async fn changed(changes: &mut DirectoryWatches) {
     if changes.is_watching() {
         changes.changed(|_| true).await;
     } else {
-        sleep(LOOK).await;
+        sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_without_a_folder_is_in_the_working_directory() {
+    fn a_file_without_a_directory_is_in_the_working_directory() {
         for (file, directory) in [
             ("node.yaml", "."),
             ("a/node.yaml", "a"),

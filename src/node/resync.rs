@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn those_who_began_apart_meet() {
+    async fn resyncs_with_different_starts_align() {
         let began = Instant::now();
         let first = next_after(began, began);
         tokio::time::sleep(EVERY / 3).await;

@@ -14,7 +14,7 @@ use crate::api::proto::node_records::Holding;
 use crate::core::names::{ClaimUid, device_of_plugin_id};
 use crate::core::prepare::container_edits::ContainerEdits;
 pub use crate::core::prepare::device_plugin::Preference;
-use crate::core::prepare::device_plugin::{End, ExtendedResource, preferred};
+use crate::core::prepare::device_plugin::{ExtendedResource, Order, preferred};
 pub use crate::core::prepare::inventory::PluginDevice;
 use crate::core::prepare::orphans::{ApiView, Question};
 use crate::core::prepare::plan::Refusal;
@@ -43,7 +43,7 @@ const LIST_MAX_AGE: Duration = Duration::from_secs(1);
 
 /// Why a request failed. The message names the problem and its remedy; kubelet shows it in the pod's events.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum ServiceError {
     /// The request is invalid, or the node's state prevents it.
     #[error(transparent)]
@@ -81,16 +81,16 @@ impl ServiceError {
 
 /// Why a claim was not released.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum ReleaseError {
     #[error(transparent)]
     Refused(#[from] ReleaseRefusal),
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(
-        "nothing was released, because the driver has not undone what it did for the claim: {problem}. See to the device or the driver, and ask again"
+        "nothing was released, because the driver could not revert its work for the claim: {problem}. Fix the device or the driver, and retry"
     )]
-    NotUndone {
+    NotRolledBack {
         /// CamelCase reason from a small fixed set.
         reason: &'static str,
         problem: String,
@@ -105,11 +105,11 @@ impl From<ServiceError> for ReleaseError {
         match error {
             ServiceError::Store(error) => Self::Store(error),
             ServiceError::Stopping => Self::Stopping,
-            ServiceError::Slow { .. } => Self::NotUndone {
+            ServiceError::Slow { .. } => Self::NotRolledBack {
                 reason,
                 problem: format!("it took more than {} s", DRIVER_TIMEOUT.as_secs()),
             },
-            ServiceError::Driver(_) | ServiceError::Refused(_) => Self::NotUndone {
+            ServiceError::Driver(_) | ServiceError::Refused(_) => Self::NotRolledBack {
                 reason,
                 problem: error.to_string(),
             },
@@ -357,7 +357,7 @@ impl NodeService {
         answers.unwrap_or_else(|| stopping(count))
     }
 
-    /// Undoes [`Self::prepare`]. An unknown claim succeeds, since nothing is prepared for it.
+    /// Reverts [`Self::prepare`]. An unknown claim succeeds, since nothing is prepared for it.
     ///
     /// The answer has one entry per request, in order.
     pub async fn unprepare(&self, claims: Vec<ClaimToUnprepare>) -> Vec<Result<(), ServiceError>> {
@@ -410,14 +410,14 @@ impl NodeService {
                 (name, device.numa_nodes.clone())
             })
             .collect();
-        let end = if served.resource.also_by_claims {
-            End::Back
+        let order = if served.resource.also_by_claims {
+            Order::Descending
         } else {
-            End::Front
+            Order::Ascending
         };
         requests
             .iter()
-            .map(|request| preferred(request, &numa_nodes, end))
+            .map(|request| preferred(request, &numa_nodes, order))
             .collect()
     }
 

@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_list_that_is_refused_is_asked_for_ever_more_rarely() {
+    async fn a_refused_list_is_retried_with_growing_pauses() {
         let (client, requests) = client(Duration::from_secs(600));
         let mut events = pin!(watch_objects::<Node>(Api::all(client), Config::default()));
         let mut seen = Vec::new();

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kubelet_that_starts_asks_the_driver_again_for_the_pods_it_knows() {
+    fn a_restarted_kubelet_prepares_the_claims_of_its_pods_again() {
         let mut records = ClaimRecords::default();
         records.add("c", (), "p");
         records.set_prepared(&"c");

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn no_claim_is_given_up_for_a_node_that_another_claim_excludes() {
+    fn no_claim_is_deallocated_for_a_node_that_another_excludes() {
         let elsewhere = claim(AllocationMode::WaitForFirstConsumer, Some("elsewhere"));
         let unallocated = claim(AllocationMode::WaitForFirstConsumer, None);
         assert_eq!(

@@ -15,7 +15,7 @@ use serde::Deserialize as _;
 use serde_json::{Value, json};
 
 use crate::api::resource as classic;
-use crate::core::scheduler::{ClusterState, DeviceHoldings, allocate as allocate_claims, node_matches};
+use crate::core::scheduler::{AllocatedDevices, ClusterState, allocate as allocate_claims, node_matches};
 use crate::host::selectors::with_selectors;
 use crate::testcluster::api::ClusterMode;
 use crate::testcluster::api::object::{self, list, text};
@@ -206,12 +206,12 @@ fn request_deallocation(client: &ApiClient, claim: &Value, context: Option<&Valu
     let _ = write_reservations(client, claim, &[], true);
 }
 
-/// Returns the nodes on which the pod can run and that `judge` accepts, those with the fewest pods first; or why there
+/// Returns the nodes on which the pod can run and that `evaluate` accepts, those with the fewest pods first; or why there
 /// are none.
 fn suitable<T>(
     client: &ApiClient,
     pod: &Value,
-    mut judge: impl FnMut(&Node) -> Result<T, String>,
+    mut evaluate: impl FnMut(&Node) -> Result<T, String>,
 ) -> Result<Vec<(String, T)>, String> {
     let nodes = client.list("nodes");
     let mut used: BTreeMap<String, Vec<Arc<Value>>> = BTreeMap::new();
@@ -220,21 +220,21 @@ fn suitable<T>(
             .or_default()
             .push(other);
     }
-    let nobody = Vec::new();
+    let no_pods = Vec::new();
     let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
     let mut passing = Vec::new();
     for node in &nodes {
         let name = object::name(node);
-        let others = used.get(name).unwrap_or(&nobody);
-        let judged = match unfit(pod, node, others) {
+        let others = used.get(name).unwrap_or(&no_pods);
+        let evaluated = match unfit(pod, node, others) {
             Some(reason) => Err(reason),
             None => Node::deserialize(&**node)
                 .map_err(|error| error.to_string())
-                .and_then(|node| judge(&node)),
+                .and_then(|node| evaluate(&node)),
         };
-        match judged {
+        match evaluated {
             Err(reason) => *reasons.entry(reason).or_default() += 1,
-            Ok(judged) => passing.push((others.len(), name.to_owned(), judged)),
+            Ok(evaluated) => passing.push((others.len(), name.to_owned(), evaluated)),
         }
     }
     if passing.is_empty() {
@@ -251,7 +251,7 @@ fn suitable<T>(
     passing.sort_by(|(pods, name, _), (more, other, _)| (pods, name).cmp(&(more, other)));
     Ok(passing
         .into_iter()
-        .map(|(_, name, judged)| (name, judged))
+        .map(|(_, name, evaluated)| (name, evaluated))
         .collect())
 }
 
@@ -262,14 +262,14 @@ fn unfit(pod: &Value, node: &Value, others: &[Arc<Value>]) -> Option<String> {
     }
     let selector = pod.pointer("/spec/nodeSelector").and_then(Value::as_object);
     let labels = node.pointer("/metadata/labels");
-    if selector.is_some_and(|wanted| {
-        wanted
+    if selector.is_some_and(|selector| {
+        selector
             .iter()
             .any(|(key, value)| labels.and_then(|labels| labels.get(key)) != Some(value))
     }) {
         return Some("node(s) didn't match Pod's node affinity/selector".to_owned());
     }
-    for (resource, wanted) in requested(pod) {
+    for (resource, amount) in requested(pod) {
         let free = quantity(
             node.pointer("/status/allocatable")
                 .and_then(|all| all.get(&resource)),
@@ -277,7 +277,7 @@ fn unfit(pod: &Value, node: &Value, others: &[Arc<Value>]) -> Option<String> {
             .iter()
             .filter_map(|other| requested(other).remove(&resource))
             .sum::<i64>();
-        if wanted > free {
+        if amount > free {
             return Some(format!("Insufficient {resource}"));
         }
     }
@@ -306,11 +306,11 @@ pub(crate) fn extended_resources(container: &Value) -> Vec<(String, i64)> {
 
 /// Returns the amount of each extended resource that a pod requests.
 fn requested(pod: &Value) -> BTreeMap<String, i64> {
-    let mut wanted = BTreeMap::new();
+    let mut amounts = BTreeMap::new();
     for (resource, amount) in list(pod, "/spec/containers").iter().flat_map(extended_resources) {
-        *wanted.entry(resource).or_default() += amount;
+        *amounts.entry(resource).or_default() += amount;
     }
-    wanted
+    amounts
 }
 
 /// Returns whether an allocation is available on a node of the testkit.
@@ -411,37 +411,37 @@ struct ClusterObjects {
     /// All claims of the cluster.
     claims: Vec<ResourceClaim>,
     /// The unallocated claims of the pod.
-    wanted: Vec<ResourceClaim>,
+    requested: Vec<ResourceClaim>,
 }
 
 impl ClusterObjects {
     fn read(client: &ApiClient, claims: &[Value]) -> Result<Self, String> {
-        let wanted = claims.iter().filter(|claim| !is_allocated(claim));
+        let requested = claims.iter().filter(|claim| !is_allocated(claim));
         Ok(Self {
             slices: typed(client.list("resourceslices"))?,
             classes: typed(client.list("deviceclasses"))?,
             claims: typed(client.list("resourceclaims"))?,
-            wanted: typed(wanted)?,
+            requested: typed(requested)?,
         })
     }
 
     /// Allocates the claims on a node.
     fn allocate(&self, client: &ApiClient, node: &Node) -> Result<Vec<AllocationResult>, String> {
-        if self.wanted.is_empty() {
+        if self.requested.is_empty() {
             return Ok(Vec::new());
         }
-        let holdings = DeviceHoldings::read(&self.claims);
+        let allocated_devices = AllocatedDevices::read(&self.claims);
         let cluster = ClusterState {
             slices: &self.slices,
             classes: &self.classes,
-            holdings: &holdings,
+            allocated_devices: &allocated_devices,
         };
-        let wanted: Vec<&ResourceClaim> = self.wanted.iter().collect();
+        let requested: Vec<&ResourceClaim> = self.requested.iter().collect();
         let allocated = with_selectors(|selectors| {
             allocate_claims(
                 cluster,
                 node,
-                &wanted,
+                &requested,
                 &mut |expression, driver, device| selectors.evaluate(expression, driver, device),
                 &mut || client.server.source.uid(),
             )

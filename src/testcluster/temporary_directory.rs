@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_directory_of_a_killed_process_is_no_obstacle() {
+    fn a_directory_left_by_a_killed_process_does_not_matter() {
         let name = format!("drayman-unit-{}", std::process::id());
         let left = TemporaryDirectory::create(&name).unwrap();
         let new = TemporaryDirectory::create(&name).unwrap();

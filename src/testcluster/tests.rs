@@ -144,7 +144,7 @@ fn with_two_claims_the_node_waits_for_both_answers() {
 }
 
 #[test]
-fn a_pod_that_fits_nowhere_is_told_why_and_only_once() {
+fn an_unschedulable_pod_gets_one_event_with_the_reason() {
     let client = cluster();
     let wants = json!({
         "metadata": { "name": "p" },
@@ -163,7 +163,7 @@ fn a_pod_that_fits_nowhere_is_told_why_and_only_once() {
 }
 
 #[test]
-fn a_claim_that_is_in_the_way_is_given_up() {
+fn a_claim_that_prevents_scheduling_must_be_deallocated() {
     let client = cluster();
     pod(&client, "p", &["device"]);
     claims::reconcile(&client);

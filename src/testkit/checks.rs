@@ -28,7 +28,7 @@ pub(super) async fn full<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &
         let reason = unsuitable.first().and_then(|unsuitable| unsuitable.get(node));
         if reason.is_none_or(|reason| reason.trim().is_empty()) {
             let tried = format!(
-                "unsuitable_nodes with {} claims allocated, which is all that fit",
+                "unsuitable_nodes after {} claims are allocated and none fits any more",
                 held.len()
             );
             let expected = format!("a reason for {node}, such as \"{places} of {places} held\"");
@@ -36,21 +36,21 @@ pub(super) async fn full<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &
         }
     }
     for node in fixture.nodes.iter().map(|node| Some(node.as_str())).chain([None]) {
-        let tried = format!("allocate one more than the {places} that fit");
+        let tried = format!("allocate one claim more than the {places} that fit");
         match instance.allocate(&claim, node).await? {
             Ok(_) => {
                 let rule = Rule::CapacityIsKept;
                 return Err(instance.broken(rule, &tried, "an error", "an allocation"));
             }
             Err(error) if error.kind == DriverErrorKind::Invalid => {
-                let expected = "an error of the kind Retry: nobody has done anything wrong";
+                let expected = "an error of the kind Retry, because the request is valid";
                 return Err(instance.broken(Rule::FullIsUnsuitable, &tried, expected, shown_error(&error)));
             }
             Err(_) => {}
         }
     }
-    instance.give_back(&held).await?;
-    let tried = "after allocations that were refused, all is given back";
+    instance.deallocate_all(&held).await?;
+    let tried = "refused allocations, then deallocate all claims";
     instance
         .expect_free(Rule::UnrecordedIsReleased, tried, capacity.places, 0)
         .await
@@ -67,15 +67,15 @@ pub(super) async fn rush<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &
         let results = instance.at_once(&claims).await?;
         let held: Vec<ClaimAllocation> = results.iter().flatten().cloned().collect();
         fixture.note(format!(
-            "({} allocations at the same time -> {} done)",
+            "({} concurrent allocations -> {} succeeded)",
             claims.len(),
             held.len()
         ));
         if held.len() > places {
-            let tried = format!("{} allocations at the same time", claims.len());
-            let expected = format!("{places} of them done at most");
+            let tried = format!("{} concurrent allocations", claims.len());
+            let expected = format!("at most {places} of them succeed");
             let found = format!(
-                "{} are, on {}",
+                "{} succeed, on {}",
                 held.len(),
                 summed(held.iter().map(|one| one.node.clone()))
             );
@@ -85,7 +85,7 @@ pub(super) async fn rush<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &
             instance.deallocate(&Holding::new(claim.clone()), None).await?;
         }
     }
-    let tried = "after allocations at the same time, all is given back";
+    let tried = "concurrent allocations, then deallocate all claims";
     instance
         .expect_free(Rule::UnrecordedIsReleased, tried, capacity.places, 0)
         .await
@@ -121,22 +121,22 @@ pub(super) async fn again<D: Driver>(
     for _ in 0..2 {
         instance.deallocate(&stranger, None).await?;
     }
-    let tried = "deallocate a claim that was never allocated, while another holds something";
+    let tried = "deallocate a claim that was never allocated, while another claim holds an allocation";
     instance
         .expect_free(Rule::DeallocateIsIdempotent, tried, places, held.len())
         .await?;
     for _ in 0..2 {
-        instance.give_back(&held).await?;
+        instance.deallocate_all(&held).await?;
     }
-    let tried = "deallocate twice what was never recorded";
+    let tried = "deallocate an unrecorded allocation twice";
     instance
         .expect_free(Rule::UnrecordedIsReleased, tried, places, 0)
         .await?;
     for one in &held {
         instance.take(std::slice::from_ref(&one.claim), &one.node).await?;
     }
-    instance.give_back(&held).await?;
-    let tried = "allocate for a claim that was given back, and give it back again";
+    instance.deallocate_all(&held).await?;
+    let tried = "allocate a deallocated claim again, and deallocate it";
     instance
         .expect_free(Rule::UnrecordedIsReleased, tried, places, 0)
         .await
@@ -155,7 +155,7 @@ pub(super) async fn recorded<D: Driver>(
             return Ok(());
         };
         instance.record(&held).await?;
-        let tried = "allocate, and observe that it is recorded";
+        let tried = "allocate, and observe the recorded allocation";
         instance
             .expect_free(Rule::RecordedIsHeld, tried, places, 1)
             .await?;
@@ -163,7 +163,8 @@ pub(super) async fn recorded<D: Driver>(
         instance.record(&held).await?;
         let holding = held.recorded(fixture.driver_name());
         instance.deallocate(&holding, Some(&held.allocation)).await?;
-        let tried = "deallocate what is recorded, whose record stands until the controller's next write";
+        let tried =
+            "deallocate a recorded allocation, whose record remains until the controller's next write";
         instance
             .expect_free(Rule::RecordedIsHeld, tried, places, 1)
             .await?;
@@ -191,7 +192,7 @@ pub(super) async fn recorded<D: Driver>(
     };
     instance.record(&held).await?;
     instance.observe(Observation::Gone { uid: held.uid() }).await?;
-    let tried = "observe that a recorded claim is gone, without a deallocate before";
+    let tried = "observe that a recorded claim is gone, without an earlier deallocate";
     instance
         .expect_free(Rule::ObservedIsReleased, tried, places, 0)
         .await
@@ -214,7 +215,7 @@ pub(super) async fn restart<D: Driver>(
 
     let instance = kit.instance(fixture).await?;
     instance.begin(recorded.clone()).await?;
-    let tried = "killed, and told of the claims anew";
+    let tried = "killed; observe all claims after the restart";
     instance
         .expect_free(Rule::StateFromClaims, tried, places, held.len())
         .await?;
@@ -222,7 +223,7 @@ pub(super) async fn restart<D: Driver>(
 
     let instance = kit.instance(fixture).await?;
     instance.begin(Vec::new()).await?;
-    let tried = "killed, and told that there are no claims any more";
+    let tried = "killed; observe an empty list of claims after the restart";
     instance
         .expect_free(Rule::StateFromClaims, tried, places, 0)
         .await?;
@@ -246,7 +247,7 @@ pub(super) async fn restart<D: Driver>(
 }
 
 /// Several claims of one pod.
-pub(super) async fn batch<D: Driver>(
+pub(super) async fn several_claims<D: Driver>(
     kit: &Kit<D>,
     fixture: &Fixture,
     capacity: &Capacity,
@@ -272,8 +273,8 @@ pub(super) async fn batch<D: Driver>(
     instance
         .expect_free(Rule::OneAllocationPerClaim, &tried, *places, *together)
         .await?;
-    instance.give_back(&held).await?;
-    let tried = format!("allocate {together} claims of a pod together, and give all back");
+    instance.deallocate_all(&held).await?;
+    let tried = format!("allocate {together} claims of a pod together, and deallocate all");
     instance
         .expect_free(Rule::FailedAllocateIsReleased, &tried, *places, 0)
         .await?;
@@ -281,7 +282,7 @@ pub(super) async fn batch<D: Driver>(
     let claims = fixture.claims(places + 1)?;
     if instance.allocate(&claims, Some(node)).await?.is_ok() {
         let tried = format!("allocate {} claims together where {places} fit", claims.len());
-        let found = "an allocation for each";
+        let found = "an allocation for each claim";
         return Err(instance.broken(Rule::CapacityIsKept, &tried, "an error", found));
     }
     for claim in &claims {
@@ -308,9 +309,9 @@ pub(super) async fn dropped<D: Driver>(
         let done = instance.allocate_and_drop(&claim, &capacity.node, waits).await?;
         instance.deallocate(&Holding::new(claim), None).await?;
         let tried = if done {
-            "allocate whose answer is lost, then deallocate".to_owned()
+            "allocate, lose the answer, then deallocate".to_owned()
         } else {
-            format!("allocate that is dropped when it waits for the {waits}. time, then deallocate")
+            format!("drop an allocate at wait {waits}, then deallocate")
         };
         instance
             .expect_free(Rule::DroppedAllocateIsReleased, &tried, capacity.places, 0)
@@ -342,14 +343,14 @@ pub(super) async fn woken<D: Driver>(
     // Skips capacity changes reported for the start.
     settle(kit.limit, &mut changes).await;
     instance.observe(Observation::Changed(first.unrecorded())).await?;
-    let tried = "all is held; one claim is observed without allocation";
+    let tried = "hold the whole capacity, then observe one claim without allocation";
     wait_for(&instance, kit.limit, &mut changes, tried).await?;
     if let Some(last) = held.get(1) {
         settle(kit.limit, &mut changes).await;
         instance
             .deallocate(&last.unrecorded(), Some(&last.allocation))
             .await?;
-        let tried = "all but one is held; deallocate what was never recorded";
+        let tried = "hold all but one claim, then deallocate an unrecorded allocation";
         wait_for(&instance, kit.limit, &mut changes, tried).await?;
     }
     Ok(())
@@ -359,7 +360,7 @@ pub(super) async fn woken<D: Driver>(
 async fn settle(limit: Duration, changes: &mut UnboundedReceiver<CapacityChange>) {
     let pause = Duration::from_millis(50);
     let all = async { while let Ok(Some(_)) = tokio::time::timeout(pause, changes.recv()).await {} };
-    // Both ends are fine.
+    // Both results are valid.
     let _ = tokio::time::timeout(limit, all).await;
 }
 
@@ -374,7 +375,8 @@ async fn wait_for<D: Driver>(
         Ok(None) => "the stream has ended".to_owned(),
         Err(_) => format!("nothing within {limit:?}"),
     };
-    let expected = "capacity_changes yields; a driver that cannot tell says so in its test (without_waking)";
+    let expected =
+        "capacity_changes yields; for a driver that cannot report it, set without_waking() in the test";
     Err(instance.broken(Rule::FreedWakes, tried, expected, found))
 }
 

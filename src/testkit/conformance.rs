@@ -52,7 +52,7 @@ enum Check {
     Again,
     Recorded,
     Restart,
-    Batch,
+    SeveralClaims,
     Dropped,
     Woken,
 }
@@ -64,21 +64,21 @@ impl Check {
         Self::Again,
         Self::Recorded,
         Self::Restart,
-        Self::Batch,
+        Self::SeveralClaims,
         Self::Dropped,
         Self::Woken,
     ];
 
     fn about(self) -> &'static str {
         match self {
-            Self::Full => "all that fits is allocated",
-            Self::Rush => "calls at the same time",
-            Self::Again => "the same again",
-            Self::Recorded => "what claims record",
+            Self::Full => "exhausted capacity",
+            Self::Rush => "concurrent calls",
+            Self::Again => "repeated calls",
+            Self::Recorded => "recorded allocations",
             Self::Restart => "a restart",
-            Self::Batch => "claims of one pod",
-            Self::Dropped => "a call that is dropped",
-            Self::Woken => "who waits is woken",
+            Self::SeveralClaims => "several claims of one pod",
+            Self::Dropped => "dropped calls",
+            Self::Woken => "wake-up of waiting pods",
         }
     }
 
@@ -103,7 +103,7 @@ impl Check {
                 Rule::NoFalseFinding,
             ],
             Self::Restart => &[Rule::StateFromClaims, Rule::LostAllocationIsReleased],
-            Self::Batch => &[Rule::OneAllocationPerClaim, Rule::FailedAllocateIsReleased],
+            Self::SeveralClaims => &[Rule::OneAllocationPerClaim, Rule::FailedAllocateIsReleased],
             Self::Dropped => &[Rule::DroppedAllocateIsReleased],
             Self::Woken => &[Rule::FreedWakes],
         }
@@ -204,7 +204,7 @@ impl<D: Driver> Conformance<D> {
         drop(fixture);
         let mut findings = BrokenRules::default();
         for check in Check::ALL {
-            if !self.wanted(check.rules(), capacity.places, &mut report) {
+            if !self.is_requested(check.rules(), capacity.places, &mut report) {
                 continue;
             }
             let done = match self.fixture(check.about()) {
@@ -245,7 +245,7 @@ impl<D: Driver> Conformance<D> {
     }
 
     /// Returns whether to check the rules; otherwise reports why not.
-    fn wanted(&self, rules: &[Rule], places: Option<usize>, report: &mut ConformanceReport) -> bool {
+    fn is_requested(&self, rules: &[Rule], places: Option<usize>, report: &mut ConformanceReport) -> bool {
         let any = self.only.any(rules, report);
         for rule in rules.iter().filter(|rule| self.only.contains(**rule)) {
             if places.is_none() && !WITHOUT_LIMIT.contains(rule) {
@@ -277,7 +277,7 @@ impl<D: Driver> Conformance<D> {
             Check::Again => checks::again(kit, fixture, capacity).await,
             Check::Recorded => checks::recorded(kit, fixture, capacity).await,
             Check::Restart => checks::restart(kit, fixture, capacity).await,
-            Check::Batch => checks::batch(kit, fixture, capacity).await,
+            Check::SeveralClaims => checks::several_claims(kit, fixture, capacity).await,
             Check::Dropped => checks::dropped(kit, fixture, capacity).await,
             Check::Woken => checks::woken(kit, fixture, capacity).await,
         }

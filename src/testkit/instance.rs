@@ -87,7 +87,7 @@ impl<D: Send + Sync + 'static> Kit<D> {
         };
         let make = self.make.clone();
         let making = process.run(async move { Arc::new(make(environment).await) });
-        let driver = limited(fixture, self.limit, "the driver is made", making).await?;
+        let driver = limited(fixture, self.limit, "creation of the driver", making).await?;
         fixture.note("(a new instance)");
         Ok(Instance {
             driver,
@@ -160,7 +160,7 @@ async fn limited<T>(
     what: &str,
     call: impl Future<Output = Result<T, JoinError>>,
 ) -> CheckResult<T> {
-    let expected = "an answer or an error";
+    let expected = "a result or an error";
     match tokio::time::timeout(limit, call).await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(failure)) => Err(fixture.broken(Rule::NoPanic, what, expected, format!("a panic: {failure}"))),
@@ -195,7 +195,7 @@ impl<D: Driver> Instance<'_, D> {
             Some(finding) => Err(self.broken(
                 Rule::NoFalseFinding,
                 &shown,
-                "no finding: each claim has what it was allocated",
+                "no finding, because each claim has its allocation",
                 format!("{}: {}", finding.reason, finding.message),
             )),
         }
@@ -218,7 +218,7 @@ impl<D: Driver> Instance<'_, D> {
             }
             Err(_) => format!("nothing within {:?}", self.limit),
         };
-        let expected = "Ok: the objects of the test are there";
+        let expected = "Ok, because the objects of the test exist";
         Err(self.broken(Rule::BecomesReady, "ready", expected, found))
     }
 
@@ -242,7 +242,7 @@ impl<D: Driver> Instance<'_, D> {
             self.broken(
                 Rule::ParametersAreRead,
                 &tried,
-                "parameters: those of the test are in order",
+                "parameters, because the objects of the test are valid",
                 shown_error(&error),
             )
         })
@@ -266,7 +266,7 @@ impl<D: Driver> Instance<'_, D> {
             Ok(unsuitable) => unsuitable,
             Err(error) => {
                 self.readable(&what, &error)?;
-                let expected = "no error: a full or unknown node is unsuitable";
+                let expected = "a full or unknown node is unsuitable, and not an error";
                 return Err(self.broken(Rule::OneEntryPerClaim, &what, expected, shown_error(&error)));
             }
         };
@@ -366,7 +366,7 @@ impl<D: Driver> Instance<'_, D> {
         Err(self.broken(
             Rule::DeallocateIsIdempotent,
             &what,
-            "Ok: nothing stands in the way, and to hold nothing is no error",
+            "Ok, also for a claim that holds nothing",
             shown_error(&error),
         ))
     }
@@ -398,7 +398,7 @@ impl<D: Driver> Instance<'_, D> {
         }
         let calls = prepared.into_iter().map(|(claim, node, requests)| {
             let (driver, to) = (self.driver.clone(), node.clone());
-            let call = self.call("allocate, several at once", async move {
+            let call = self.call("concurrent allocate calls", async move {
                 driver.allocate(&requests, Some(&to)).await
             });
             async move {
@@ -433,14 +433,14 @@ impl<D: Driver> Instance<'_, D> {
 
     fn check(&self, what: &str, allocation: &AllocationResult, node: Option<&str>) -> CheckResult<()> {
         if let Err(problem) = allocation.check() {
-            let expected = "an allocation that the API server takes";
+            let expected = "an allocation that the API server accepts";
             return Err(self.broken(Rule::RecordableAllocation, what, expected, problem));
         }
         let Some(node) = node else { return Ok(()) };
         if reaches(allocation, node) {
             return Ok(());
         }
-        let expected = format!("availableOnNodes has {node}, or is left out");
+        let expected = format!("availableOnNodes has {node}, or is absent");
         let found = format!("availableOnNodes {}", json!(allocation.available_on_nodes));
         Err(self.broken(Rule::ReachableAllocation, what, expected, found))
     }

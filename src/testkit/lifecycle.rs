@@ -39,7 +39,7 @@ struct FaultyDriver<D> {
 type Once<T> = Mutex<Option<T>>;
 
 fn lost() -> DriverError {
-    DriverError::retry("ConformanceFault", "the conformance test lets this call fail")
+    DriverError::retry("ConformanceFault", "injected by the conformance test")
 }
 
 impl<D: Driver> FaultyDriver<D> {
@@ -255,7 +255,7 @@ impl<D: Driver> Lifecycle<'_, D> {
 
     async fn restart(&mut self) -> CheckResult<()> {
         self.remember();
-        self.past.push("(killed, and started anew)".to_owned());
+        self.past.push("(killed and restarted)".to_owned());
         if let Some(instance) = self.instance.take() {
             instance.kill().await;
         }
@@ -366,8 +366,11 @@ impl<D: Driver> Lifecycle<'_, D> {
                 _ => allocated.remove(&change.key.name),
             };
             if allocated.len() > places {
-                let expected = format!("{places} claims are allocated at most");
-                return Err(self.broken(&expected, format!("{} are: {allocated:?}", allocated.len())));
+                let expected = format!("at most {places} claims are allocated");
+                return Err(self.broken(
+                    &expected,
+                    format!("{} are allocated: {allocated:?}", allocated.len()),
+                ));
             }
         }
         Ok(())

@@ -27,12 +27,12 @@ impl<D: Driver> Instance<'_, D> {
     pub(super) async fn allocate_one(&self) -> CheckResult<Option<ClaimAllocation>> {
         let claim = [self.fixture.claim()?];
         let unsuitable = self.unsuitable_nodes(&claim, &self.fixture.nodes).await?;
-        let objects = |node: &&String| {
+        let rejects = |node: &&String| {
             unsuitable
                 .first()
                 .is_some_and(|unsuitable| unsuitable.contains_key(*node))
         };
-        let Some(node) = self.fixture.nodes.iter().find(|node| !objects(node)) else {
+        let Some(node) = self.fixture.nodes.iter().find(|node| !rejects(node)) else {
             return Ok(None);
         };
         let [claim] = claim;
@@ -51,7 +51,7 @@ impl<D: Driver> Instance<'_, D> {
         node: &str,
     ) -> CheckResult<Vec<AllocationResult>> {
         self.allocate(claims, Some(node)).await?.map_err(|error| {
-            let tried = format!("allocate on {node}, to which unsuitable_nodes did not object");
+            let tried = format!("allocate on {node}, which unsuitable_nodes did not reject");
             self.broken(
                 Rule::SuitableIsAllocatable,
                 &tried,
@@ -73,7 +73,7 @@ impl<D: Driver> Instance<'_, D> {
     }
 
     /// Deallocates claims that were never recorded.
-    pub(super) async fn give_back(&self, held: &[ClaimAllocation]) -> CheckResult<()> {
+    pub(super) async fn deallocate_all(&self, held: &[ClaimAllocation]) -> CheckResult<()> {
         for (number, one) in held.iter().enumerate() {
             // With and without the allocation, because a restarted controller does not know it.
             let allocation = (number % 2 == 0).then_some(&one.allocation);
@@ -84,10 +84,10 @@ impl<D: Driver> Instance<'_, D> {
 
     /// Counts the claims that fit now, and deallocates all of them.
     pub(super) async fn free(&self) -> CheckResult<usize> {
-        self.fixture.note("(how many claims fit?)");
+        self.fixture.note("(count the claims that fit)");
         let held = self.some(self.fixture.max_claims).await?;
-        self.give_back(&held).await?;
-        self.fixture.note(format!("(it is {})", held.len()));
+        self.deallocate_all(&held).await?;
+        self.fixture.note(format!("({} claims fit)", held.len()));
         Ok(held.len())
     }
 
@@ -168,7 +168,7 @@ pub(super) async fn basics<D: Driver>(
     }
     if fit == 0 {
         return Err(CheckFailure::Setup(
-            "no claim fits on any node: give the test objects and nodes with which at least one does"
+            "no claim fits on any node: configure objects and nodes so that at least one claim fits"
                 .to_owned(),
         ));
     }

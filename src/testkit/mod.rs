@@ -76,8 +76,8 @@
 //! `unwrap` prints it. Narrow down the cause with [`Conformance::only`].
 //!
 //! ```text
-//! RecordedIsHeld: what a claim records stays held, also after `deallocate`, until `observe` shows that it does not any more
-//!   tried:    what claims record: deallocate what is recorded, whose record stands until the controller's next write
+//! RecordedIsHeld: a recorded allocation stays held, also after `deallocate`, until `observe` shows that it is gone
+//!   tried:    recorded allocations: deallocate a recorded allocation, whose record remains until the controller's next write
 //!   expected: 3 more claims fit, of 4 in all
 //!   found:    4 more claims fit
 //!   called:

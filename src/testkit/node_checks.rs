@@ -30,7 +30,7 @@ pub(super) async fn devices<D: NodeDriver>(kit: &Kit<D>, fixture: &Fixture) -> C
     let list = instance.devices().await?;
     let (_, problems) = served(list.clone());
     if let Some(problem) = problems.first() {
-        let expected = "devices that the companion serves, all of them";
+        let expected = "only devices that the companion can serve";
         return Err(instance.broken(Rule::ServableDevices, "devices", expected, problem.clone()));
     }
     instance.kill().await;
@@ -42,7 +42,7 @@ pub(super) async fn devices<D: NodeDriver>(kit: &Kit<D>, fixture: &Fixture) -> C
     let instance = kit.instance(fixture).await?;
     let again = instance.devices().await?;
     if names(&again) != names(&list) {
-        let expected = format!("{:?}, as the instance before", names(&list));
+        let expected = format!("{:?}, as in the earlier instance", names(&list));
         let found = format!("{:?}", names(&again));
         return Err(instance.broken(Rule::StableDevices, "a new instance", expected, found));
     }
@@ -61,8 +61,8 @@ pub(super) async fn container_edits_of<D: NodeDriver>(
         let first = match instance.container_edits(&device.name).await? {
             Ok(container_edits) => container_edits,
             Err(error) => {
-                let expected = "what a container gets: the device is listed, and well";
-                let tried = format!("injection({})", device.name);
+                let expected = "container edits, because the device is listed as healthy";
+                let tried = format!("container_edits({})", device.name);
                 return Err(instance.broken(Rule::UsableContainerEdits, &tried, expected, error.to_string()));
             }
         };
@@ -78,7 +78,7 @@ pub(super) async fn container_edits_of<D: NodeDriver>(
         instance.unprepare(&holder, rule, "unprepare that claim").await?;
     }
     if let Ok(container_edits) = instance.container_edits(UNKNOWN_NODE).await? {
-        let tried = format!("injection({UNKNOWN_NODE}), which is not listed");
+        let tried = format!("container_edits({UNKNOWN_NODE}), which is not listed");
         let found = format!("{container_edits:?}");
         return Err(instance.broken(Rule::UnknownDeviceIsRefused, &tried, "an error", found));
     }
@@ -95,7 +95,7 @@ async fn same_container_edits<D: NodeDriver>(
     if again.as_ref() == Ok(first) {
         return Ok(());
     }
-    let tried = format!("injection({device}) {when}");
+    let tried = format!("container_edits({device}) {when}");
     let expected = format!("{first:?}, as before");
     Err(instance.broken(
         Rule::ContainerEditsAreStable,
@@ -130,21 +130,21 @@ fn usable<D: NodeDriver>(
     for node in &container_edits.device_nodes {
         if !["r", "w", "m", "rw", "rm", "wm", "rwm"].contains(&node.permissions.as_str()) {
             problems.push(format!(
-                "permissions {:?} are not a part of \"rwm\"",
+                "permissions {:?} are not a subset of \"rwm\"",
                 node.permissions
             ));
         }
     }
     for (name, value) in &container_edits.environment {
         if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
-            problems.push(format!("{name:?}={value:?} cannot be a variable"));
+            problems.push(format!("{name:?}={value:?} is not a valid environment variable"));
         }
     }
     match problems.first() {
         None => Ok(()),
         Some(problem) => {
-            let tried = format!("injection({device})");
-            let expected = "device nodes and mounts that a container runtime can make";
+            let tried = format!("container_edits({device})");
+            let expected = "device nodes and mounts that a container runtime can create";
             Err(instance.broken(Rule::UsableContainerEdits, &tried, expected, problem.clone()))
         }
     }
@@ -164,11 +164,11 @@ pub(super) async fn claims<D: NodeDriver>(
     let a = claim(fixture, "claim-a", &[&first.name]);
     let fine = Rule::UnprepareIsIdempotent;
     instance
-        .unprepare(&a, fine, "unprepare what was never prepared")
+        .unprepare(&a, fine, "unprepare a claim that was never prepared")
         .await?;
     let gone = claim(fixture, "claim-of-gone", &[UNKNOWN_NODE]);
     instance
-        .unprepare(&gone, fine, "unprepare a claim of a device that is gone")
+        .unprepare(&gone, fine, "unprepare a claim of a missing device")
         .await?;
     let same = Rule::PrepareIsIdempotent;
     let given = instance.prepared(&a, None, same, "prepare").await?;
@@ -177,7 +177,7 @@ pub(super) async fn claims<D: NodeDriver>(
     }
     instance.kill().await;
     let instance = kit.listening(fixture).await?;
-    let tried = "killed, and prepare again";
+    let tried = "killed; prepare again";
     instance.prepared(&a, Some(&given), same, tried).await?;
 
     let one = Rule::UnprepareIsForOneClaim;
@@ -196,20 +196,20 @@ pub(super) async fn claims<D: NodeDriver>(
         instance.unprepare(&a, fine, "unprepare, and again").await?;
     }
     if let Some(b) = &b {
-        let tried = "prepare the other claim again, after this one was undone";
+        let tried = "prepare the other claim again, after unprepare of this one";
         instance.prepared(b, given_b.as_ref(), one, tried).await?;
     }
     let next = claim(fixture, "claim-next", &[&first.name]);
-    let tried = "prepare the next claim with a device that was given back";
+    let tried = "prepare the next claim with an unprepared device";
     instance.prepared(&next, None, one, tried).await?;
     instance.kill().await;
     let instance = kit.listening(fixture).await?;
     for claim in b.iter().chain([&next]) {
         instance
-            .unprepare(claim, fine, "killed, and unprepare by a new instance")
+            .unprepare(claim, fine, "killed; unprepare by a new instance")
             .await?;
     }
-    instance.nothing_left(left_over, "all claims are undone")
+    instance.nothing_left(left_over, "all claims are unprepared")
 }
 
 /// An interrupted prepare.
@@ -225,18 +225,18 @@ pub(super) async fn unfinished<D: NodeDriver>(
     };
     let half = claim(fixture, "claim-half", &[&device.name, UNKNOWN_NODE]);
     if let Ok(container_edits) = instance.prepare(&half).await? {
-        let tried = "prepare a claim of two devices, of which one is not listed";
+        let tried = "prepare a claim of two devices, one of which is not listed";
         let found = format!("{container_edits:?}");
         return Err(instance.broken(Rule::UnknownDeviceIsRefused, tried, "an error", found));
     }
-    let rule = Rule::FailedPrepareCanBeUndone;
+    let rule = Rule::FailedPrepareCanBeRolledBack;
     let tried = "unprepare after a prepare that has failed at its second device";
     instance.unprepare(&half, rule, tried).await?;
     let next = claim(fixture, "claim-next", &[&device.name]);
-    let tried = "prepare the next claim with the first device of one that has failed and was undone";
+    let tried = "prepare the next claim with the first device of a failed and unprepared claim";
     instance.prepared(&next, None, rule, tried).await?;
     instance.unprepare(&next, rule, "unprepare it").await?;
-    instance.nothing_left(left_over, "a prepare has failed, and was undone")
+    instance.nothing_left(left_over, "unprepare after a failed prepare")
 }
 
 /// A prepare that exceeds its limit.
@@ -247,7 +247,7 @@ pub(super) async fn dropped<D: NodeDriver>(
     devices: &[Device],
 ) -> CheckResult<()> {
     let instance = kit.listening(fixture).await?;
-    let rule = Rule::DroppedPrepareCanBeUndone;
+    let rule = Rule::DroppedPrepareCanBeRolledBack;
     let Some(device) = devices.first() else {
         return Ok(());
     };
@@ -259,7 +259,7 @@ pub(super) async fn dropped<D: NodeDriver>(
             .unprepare(&late, rule, &format!("{tried}; unprepare"))
             .await?;
         let next = claim(fixture, "claim-next", &[&device.name]);
-        let tried = format!("{tried}, and undone; prepare the next claim");
+        let tried = format!("{tried}; unprepare; prepare the next claim");
         instance.prepared(&next, None, rule, &tried).await?;
         instance.unprepare(&next, rule, "unprepare it").await?;
         instance.nothing_left(left_over, &tried)?;

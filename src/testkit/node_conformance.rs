@@ -52,27 +52,32 @@ impl<D> fmt::Debug for NodeConformance<D> {
 
 #[derive(Clone, Copy, Debug)]
 enum NodeCheck {
-    Injections,
+    ContainerEdits,
     Claims,
     Unfinished,
     Dropped,
 }
 
 impl NodeCheck {
-    const ALL: [Self; 4] = [Self::Injections, Self::Claims, Self::Unfinished, Self::Dropped];
+    const ALL: [Self; 4] = [
+        Self::ContainerEdits,
+        Self::Claims,
+        Self::Unfinished,
+        Self::Dropped,
+    ];
 
     fn about(self) -> &'static str {
         match self {
-            Self::Injections => "what a container gets",
-            Self::Claims => "claims are prepared and undone",
-            Self::Unfinished => "a prepare that fails",
-            Self::Dropped => "a prepare that is dropped",
+            Self::ContainerEdits => "container edits",
+            Self::Claims => "prepare and unprepare",
+            Self::Unfinished => "a failed prepare",
+            Self::Dropped => "a dropped prepare",
         }
     }
 
     fn rules(self) -> &'static [Rule] {
         match self {
-            Self::Injections => &[
+            Self::ContainerEdits => &[
                 Rule::UsableContainerEdits,
                 Rule::ContainerEditsAreStable,
                 Rule::UnknownDeviceIsRefused,
@@ -86,11 +91,11 @@ impl NodeCheck {
                 Rule::ReturnsInTime,
             ],
             Self::Unfinished => &[
-                Rule::FailedPrepareCanBeUndone,
+                Rule::FailedPrepareCanBeRolledBack,
                 Rule::UnknownDeviceIsRefused,
                 Rule::NothingIsLeft,
             ],
-            Self::Dropped => &[Rule::DroppedPrepareCanBeUndone, Rule::NothingIsLeft],
+            Self::Dropped => &[Rule::DroppedPrepareCanBeRolledBack, Rule::NothingIsLeft],
         }
     }
 }
@@ -166,7 +171,7 @@ impl<D: NodeDriver> NodeConformance<D> {
             report.tried(rule);
         }
         let Some(kind) = devices.first().map(|device| device.kind.clone()) else {
-            let problem = "no device is well and may be had by a claim: give the test at least one";
+            let problem = "no healthy device is available to claims: add at least one to the test";
             return Err(Broken::Setup(problem.to_owned()));
         };
         let mut findings = BrokenRules::default();
@@ -196,7 +201,7 @@ impl<D: NodeDriver> NodeConformance<D> {
     async fn check(&self, check: NodeCheck, fixture: &Fixture, devices: &[Device]) -> CheckResult<()> {
         let (kit, left_over) = (&self.kit, self.left_over.as_ref());
         match check {
-            NodeCheck::Injections => checks::container_edits_of(kit, fixture, devices).await,
+            NodeCheck::ContainerEdits => checks::container_edits_of(kit, fixture, devices).await,
             NodeCheck::Claims => checks::claims(kit, left_over, fixture, devices).await,
             NodeCheck::Unfinished => checks::unfinished(kit, left_over, fixture, devices).await,
             NodeCheck::Dropped => checks::dropped(kit, left_over, fixture, devices).await,
@@ -307,9 +312,9 @@ mod tests {
     fn one_call_of_each_method_hangs_and_no_write() {
         let steps = [
             "POST /apis",
-            "injection(a)",
+            "container_edits(a)",
             "prepare(a)",
-            "injection(b)",
+            "container_edits(b)",
             "unprepare(a)",
             "prepare(b)",
         ];

@@ -46,7 +46,7 @@ impl<D: NodeDriver> Instance<'_, D> {
             }
             Err(_) => format!("nothing within {:?}", self.limit),
         };
-        let expected = "a list of the devices that the test has put there";
+        let expected = "a list of the devices of the test";
         Err(self.broken(Rule::FirstListComes, "devices", expected, found))
     }
 
@@ -56,7 +56,7 @@ impl<D: NodeDriver> Instance<'_, D> {
     ) -> CheckResult<Result<ContainerEdits, NodeDriverError>> {
         let (driver, name) = (self.driver.clone(), device.to_owned());
         let call = async move { driver.container_edits(&name).await };
-        let what = format!("injection({device})");
+        let what = format!("container_edits({device})");
         let answer = self.call(&what, call).await?;
         self.fixture.note(format!("{what} -> {}", shown(&answer)));
         Ok(answer)
@@ -96,7 +96,7 @@ impl<D: NodeDriver> Instance<'_, D> {
                 self.fixture.note(format!("{what} -> Ok"));
                 Ok(())
             }
-            Err(error) => Err(self.broken(rule, tried, "Ok: nothing stands in the way", error.to_string())),
+            Err(error) => Err(self.broken(rule, tried, "Ok", error.to_string())),
         }
     }
 
@@ -109,7 +109,7 @@ impl<D: NodeDriver> Instance<'_, D> {
         tried: &str,
     ) -> CheckResult<ContainerEdits> {
         let expected = before.map_or_else(
-            || "what the container gets: the devices are listed, and well".to_owned(),
+            || "container edits, because the devices are listed as healthy".to_owned(),
             |before| format!("{before:?}, as before"),
         );
         match self.prepare(claim).await? {

@@ -44,7 +44,7 @@ impl<D: NodeDriver> FaultyNodeDriver<D> {
     ) -> Result<T, NodeDriverError> {
         let lost = || NodeDriverError::Failed {
             device: device.cloned().unwrap_or_default(),
-            problem: "the conformance test lets this call fail".to_owned(),
+            problem: "injected by the conformance test".to_owned(),
         };
         self.fault_plan.step(what, work, || Err(lost())).await
     }
@@ -56,7 +56,7 @@ impl<D: NodeDriver> NodeDriver for FaultyNodeDriver<D> {
     }
 
     async fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
-        let what = format!("injection({device})");
+        let what = format!("container_edits({device})");
         let name = device.to_owned();
         self.step(what, Some(&name), self.driver.container_edits(device))
             .await
@@ -141,7 +141,7 @@ pub(super) async fn run<D: NodeDriver>(
         lifecycle.wait(&what, NodeLifecycle::is_clear).await?;
         if before.is_none_or(|container_config| container_config.environment.is_empty()) {
             let expected = format!("the container of pod {name} has a device");
-            return Err(lifecycle.broken(&expected, "it has nothing"));
+            return Err(lifecycle.broken(&expected, "it has none"));
         }
     }
     lifecycle.check_left().await?;
@@ -186,7 +186,7 @@ impl<D: NodeDriver> NodeLifecycle<'_, D> {
 
     async fn restart(&mut self) -> CheckResult<()> {
         self.past.extend(self.fault_plan.steps());
-        self.past.push("(killed, and started anew)".to_owned());
+        self.past.push("(killed and restarted)".to_owned());
         if let Some(instance) = self.instance.take() {
             instance.kill().await;
         }
@@ -245,7 +245,7 @@ impl<D: NodeDriver> NodeLifecycle<'_, D> {
                 None => {}
                 // The driver has panicked.
                 Some(Err(NodeError::Broken(error))) => {
-                    return Err(self.broken(what, format!("the companion has broken down: {error}")));
+                    return Err(self.broken(what, format!("the companion has panicked: {error}")));
                 }
                 // The machine temporarily prevents a start; a supervisor would restart the companion.
                 Some(Err(error)) => {

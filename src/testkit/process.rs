@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_fault_after_a_step_leaves_it_done_and_before_it_undone() {
+    async fn a_fault_after_a_step_keeps_it_and_before_it_prevents_it() {
         for (when, expected) in [(When::Before, 0), (When::After, 1)] {
             let fault_plan = fault(Sort::Request, 1, FaultKind::Fail, when);
             let done = Mutex::new(0);

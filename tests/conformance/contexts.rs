@@ -58,7 +58,7 @@ fn an_empty_or_foreign_context_is_left_alone() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_pod_that_ends_has_ended_or_is_not_there_is_not_served() -> anyhow::Result<()> {
+fn an_ending_ended_or_missing_pod_is_not_served() -> anyhow::Result<()> {
     with_fixture("not-served", async |fixture| {
         let controller = fixture.start().await?;
         fixture.claim("going").await?;
@@ -353,7 +353,7 @@ fn an_unwritten_answer_is_written_later_without_a_new_call() -> anyhow::Result<(
 }
 
 #[test]
-fn a_pod_that_goes_while_it_waits_leaves_nothing_behind() -> anyhow::Result<()> {
+fn a_pod_deleted_while_waiting_leaves_nothing_behind() -> anyhow::Result<()> {
     with_fixture("goes-waiting", async |fixture| {
         fixture.driver.nodes([("good", 0)]);
         let controller = fixture.start().await?;

@@ -184,7 +184,7 @@ fn a_failed_allocation_is_an_event_and_keeps_the_finalizer() -> anyhow::Result<(
 }
 
 #[test]
-fn what_changes_while_the_driver_is_asked_is_not_lost() -> anyhow::Result<()> {
+fn a_change_during_a_driver_call_is_not_lost() -> anyhow::Result<()> {
     with_fixture("immediate-change", async |fixture| {
         let refuse = |request: &Request| match request {
             Request::Claim(_) => Action::Fail(DriverError::invalid("ParametersInvalid", "nothing is there")),

@@ -59,7 +59,7 @@ fn unsuitable_nodes_are_cut_to_the_limit_of_the_scheduler() -> anyhow::Result<()
 }
 
 #[test]
-fn an_entry_with_129_nodes_can_be_made_by_nobody() -> anyhow::Result<()> {
+fn the_api_server_rejects_an_entry_with_129_nodes() -> anyhow::Result<()> {
     with_fixture("entry-of-129", async |fixture| {
         fixture.waiting_pod("pod", &["one"], "", &[]).await?;
         let entry =

@@ -8,7 +8,7 @@ use crate::objects::{ClaimSource, patch_status};
 use crate::fixture::{finalizers, is_allocated, names, unsuitable_nodes, with_fixture};
 
 #[test]
-fn nonsensical_claims_harm_nobody_else_and_can_be_deleted() -> anyhow::Result<()> {
+fn invalid_claims_affect_no_other_claim_and_can_be_deleted() -> anyhow::Result<()> {
     with_fixture("nonsense", async |fixture| {
         let controller = fixture.start().await?;
         let ours = fixture.driver_name();
@@ -109,7 +109,7 @@ fn nonsensical_claims_harm_nobody_else_and_can_be_deleted() -> anyhow::Result<()
 }
 
 #[test]
-fn contexts_edited_to_nonsense_are_answered_or_left_alone() -> anyhow::Result<()> {
+fn invalid_contexts_are_answered_or_left_alone() -> anyhow::Result<()> {
     with_fixture("nonsense-context", async |fixture| {
         fixture.driver.nodes([("good", 8)]);
         let controller = fixture.start().await?;

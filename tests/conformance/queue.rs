@@ -355,7 +355,7 @@ fn an_error_is_reported_once_as_a_warning_by_the_driver() -> anyhow::Result<()> 
 }
 
 #[test]
-fn a_second_writer_that_never_rests_costs_no_failed_write() -> anyhow::Result<()> {
+fn a_busy_second_writer_costs_no_failed_write() -> anyhow::Result<()> {
     with_fixture("second-writer", async |fixture| {
         let controller = fixture.start().await?;
         let claims: Vec<String> = (0..8).map(|number| format!("claim-{number}")).collect();
@@ -426,7 +426,7 @@ fn a_claim_recreated_under_its_name_is_another_claim() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_claim_that_is_given_back_gets_no_new_user() -> anyhow::Result<()> {
+fn a_claim_being_deallocated_gets_no_new_pod() -> anyhow::Result<()> {
     with_fixture("no-new-user", async |fixture| {
         let controller = fixture.start().await?;
         for name in ["deleted", "released"] {
@@ -473,7 +473,7 @@ fn a_claim_that_is_given_back_gets_no_new_user() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_claim_that_no_pod_needs_rests_and_goes_when_it_is_deleted() -> anyhow::Result<()> {
+fn an_unused_claim_costs_no_request_and_can_be_deleted() -> anyhow::Result<()> {
     with_fixture("rests", async |fixture| {
         let controller = fixture.start().await?;
         fixture.claim("one").await?;

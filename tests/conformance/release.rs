@@ -19,7 +19,7 @@ async fn allocated(fixture: &Fixture, name: &str) -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_claim_in_use_is_never_taken_back() -> anyhow::Result<()> {
+fn a_claim_in_use_is_never_deallocated() -> anyhow::Result<()> {
     with_fixture("in-use", async |fixture| {
         let controller = fixture.start().await?;
         fixture.waiting_pod("pod", &["one"], "node", &[]).await?;
@@ -173,7 +173,7 @@ fn deallocation_clears_all_in_one_write_then_our_finalizer() -> anyhow::Result<(
 }
 
 #[test]
-fn a_deleted_claim_is_given_back_and_then_our_finalizer_goes() -> anyhow::Result<()> {
+fn a_deleted_claim_is_deallocated_before_our_finalizer_goes() -> anyhow::Result<()> {
     with_fixture("deleted", async |fixture| {
         let controller = fixture.start().await?;
         // If our finalizer is the last one, a single write removes the claim with its allocation.
@@ -217,7 +217,7 @@ fn a_deleted_claim_is_given_back_and_then_our_finalizer_goes() -> anyhow::Result
 }
 
 #[test]
-fn a_claim_that_was_never_allocated_is_given_back_too() -> anyhow::Result<()> {
+fn a_claim_that_was_never_allocated_is_deallocated_too() -> anyhow::Result<()> {
     with_fixture("never-allocated", async |fixture| {
         fixture.driver.on(
             Request::is_allocate,
@@ -348,7 +348,7 @@ fn a_claim_cleared_by_others_meanwhile_is_released_silently() -> anyhow::Result<
 }
 
 #[test]
-fn a_claim_is_given_back_when_its_class_is_gone_or_another_s() -> anyhow::Result<()> {
+fn a_claim_is_deallocated_without_a_class_of_ours() -> anyhow::Result<()> {
     with_fixture("class-gone", async |fixture| {
         let controller = fixture.start().await?;
         fixture.make_class("goes", json!({})).await?;
@@ -376,7 +376,7 @@ fn a_claim_is_given_back_when_its_class_is_gone_or_another_s() -> anyhow::Result
 }
 
 #[test]
-fn the_former_driver_of_a_class_leaves_new_allocations_alone() -> anyhow::Result<()> {
+fn the_previous_driver_of_a_class_ignores_new_allocations() -> anyhow::Result<()> {
     with_fixture("two-finalizers", async |fixture| {
         fixture.driver.on(
             Request::is_allocate,

@@ -23,7 +23,7 @@ fn only_one() -> Vec<PolicyRule> {
 
 #[test]
 fn a_rollback_clears_allocation_and_reservation_in_one_write() -> anyhow::Result<()> {
-    with_fixture("undone", async |fixture| {
+    with_fixture("rolled-back", async |fixture| {
         let controller = fixture.start_with(&only_one()).await?;
         fixture.waiting_pod("pod", &["one", "two"], "node", &[]).await?;
         fixture
@@ -75,8 +75,8 @@ fn a_rollback_clears_allocation_and_reservation_in_one_write() -> anyhow::Result
 }
 
 #[test]
-fn a_claim_that_another_pod_uses_by_then_is_left_to_it() -> anyhow::Result<()> {
-    with_fixture("undo-too-late", async |fixture| {
+fn a_claim_used_by_another_pod_is_not_rolled_back() -> anyhow::Result<()> {
+    with_fixture("roll-back-too-late", async |fixture| {
         fixture.driver.shareable();
         let other = fixture
             .pod("other", &[("device", ClaimSource::Claim("one"))])

@@ -292,7 +292,7 @@ fn own_writes_stand_until_the_watch_shows_them() {
 }
 
 #[test]
-fn a_context_that_is_not_about_us_is_never_looked_at_again() {
+fn a_context_of_other_drivers_is_never_evaluated_again() {
     let now = Moment::default();
     let (state, commands) = started(Vec::new(), vec![context("3", &json!({}))], now);
     assert_eq!((commands, state.next_deadline()), (Vec::new(), None));
@@ -469,7 +469,7 @@ fn a_claim_in_use_keeps_its_finalizer_after_a_deallocation() {
     let finalizer = format!("{DRIVER}/deletion-protection");
     let (mut state, commands) = started(vec![claim(&[&finalizer])], Vec::new(), now);
     let id = only(&commands, "deallocate");
-    // Meanwhile, a late write of a former leader is stored, and the claim is deleted.
+    // Meanwhile, a late write of a previous leader is stored, and the claim is deleted.
     let mut used = (*claim(&[&finalizer])).clone();
     used.metadata.resource_version = Some("5".to_owned());
     let deleted = json!("2026-01-01T00:00:00Z");
@@ -512,7 +512,7 @@ fn an_allocation_recorded_after_clearing_keeps_the_finalizer() {
         let id = only(&commands, "deallocate");
         let commands = answer(&mut state, id, Answer::Deallocated(Ok(())), now);
         let id = only(&commands, "clear");
-        // A late write of a former leader is stored after the clearing, and seen before its answer.
+        // A late write of a previous leader is stored after the clearing, and seen before its answer.
         if is_recorded {
             state.apply(Event::Claim(allocated("4", false)), now);
         }

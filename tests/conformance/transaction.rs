@@ -85,7 +85,7 @@ fn one_status_write_follows_all_finalizers_and_one_call() -> anyhow::Result<()> 
 }
 
 #[test]
-fn what_is_allocated_already_is_not_asked_about_again() -> anyhow::Result<()> {
+fn allocated_claims_are_not_evaluated_again() -> anyhow::Result<()> {
     with_fixture("some-allocated", async |fixture| {
         let controller = fixture.start().await?;
         fixture.immediate("immediate").await?;
@@ -239,7 +239,7 @@ fn an_unrecordable_allocation_is_returned_and_retried() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_claim_that_a_pod_names_twice_is_asked_about_once() -> anyhow::Result<()> {
+fn a_claim_named_twice_by_a_pod_is_evaluated_once() -> anyhow::Result<()> {
     with_fixture("named-twice", async |fixture| {
         let controller = fixture.start().await?;
         fixture.claim("one").await?;
@@ -272,7 +272,7 @@ fn a_claim_that_a_pod_names_twice_is_asked_about_once() -> anyhow::Result<()> {
 }
 
 #[test]
-fn an_allocation_by_somebody_else_stands_and_ours_is_given_back() -> anyhow::Result<()> {
+fn a_foreign_allocation_stays_and_ours_is_deallocated() -> anyhow::Result<()> {
     with_fixture("other-allocation", async |fixture| {
         fixture.driver.on(Request::is_allocate, Action::Wait);
         let controller = fixture.start().await?;

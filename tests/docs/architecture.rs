@@ -47,7 +47,7 @@ const ANY_DRIVER: [(&str, &[&str]); 3] = [
     ),
 ];
 
-/// Effects, and whatever depends on the clock, on randomness or on an order that varies. `crate::driver::Driver` is an effect, too:
+/// Effects, and values that depend on the clock, on randomness or on an order that varies. `crate::driver::Driver` is an effect, too:
 /// a call is a command.
 const IMPURE: &str = "DefaultHasher HashMap HashSet Instant Mutex RandomState RwLock SystemTime Timestamp::now Zoned::now async \
     atomic await axum crate::driver::Driver dbg eprintln fastrand futures getrandom hash_map hyper inotify kube::Api kube::Client \
@@ -124,7 +124,7 @@ fn paths(code: &str) -> BTreeSet<String> {
                         return list.get(1..).unwrap_or_default();
                     }
                     let after = tree(&path, list, paths);
-                    // `{A as B}`, and what is not a list of imports.
+                    // `{A as B}`, and braces that are not a list of imports.
                     list = after.trim_start_matches(|c| c != ',' && c != '}');
                 }
             }
@@ -329,7 +329,7 @@ fn import_circles_do_not_become_larger() {
     let found: usize = files.values().map(BTreeSet::len).sum();
     assert!(found > 500, "{found} imports");
     check("files", &files, FILES_IN_CIRCLES);
-    // A folder is a directory; what one has to do with the folders within it does not count.
+    // A folder is a directory; dependencies on the folders within it do not count.
     let mut folders: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     let folder = |file: &str| {
         let is_directory = files.keys().any(|other| other != file && is_below(other, file));

@@ -4,15 +4,15 @@
 //! |---|---|
 //! | `sh run` | runs here, in the root of the repository, and must succeed |
 //! | `sh embedded` | the same, on the embedded cluster |
-//! | `sh demo` | `tests/e2e/documented` runs it on the embedded cluster that its first line starts, with a real kubectl |
-//! | `sh cluster` | `tests/e2e/documented` runs it on a real cluster, as started by `make cluster` |
-//! | `sh chart` | `tests/e2e/documented` runs it on real clusters with Helm |
-//! | `sh terminal` | `tests/e2e/documented` runs it in a terminal, and ends the last line by Ctrl-C |
+//! | `sh demo` | `tests/e2e/docs` runs it on the embedded cluster that its first line starts, with a real kubectl |
+//! | `sh cluster` | `tests/e2e/docs` runs it on a real cluster, as started by `make cluster` |
+//! | `sh chart` | `tests/e2e/docs` runs it on real clusters with Helm |
+//! | `sh terminal` | `tests/e2e/docs` runs it in a terminal, and ends the last line by Ctrl-C |
 //! | `sh vendor` | `tests/e2e/examples` starts the vendor's programs with it |
-//! | `sh release` | `tests/e2e/documented` runs it with a registry on a real cluster |
+//! | `sh release` | `tests/e2e/docs` runs it with a registry on a real cluster |
 //! | `sh checked` | is not run, but its commands are checked, as in all other blocks |
 //! | `yaml config` | `drayman config check` accepts it |
-//! | `yaml object` | objects: ours match their schema here; `tests/e2e/documented` validates all on a real API server |
+//! | `yaml object` | objects: ours match their schema here; `tests/e2e/docs` validates all on a real API server |
 //! | `yaml v1` | the same, for a cluster with `resource.k8s.io/v1` |
 //! | `yaml values` | matches the schema of the chart's values |
 //! | `yaml <kind>` | the `spec` of one of our kinds; matches its schema |
@@ -59,7 +59,7 @@ fn assert_succeeds(block: &Block, environment: &[(&str, &str)]) {
 }
 
 #[test]
-fn every_block_says_what_the_tests_do_with_it() {
+fn every_block_has_a_mark_for_its_test() {
     let mut unmarked = Vec::new();
     for block in pages().into_iter().flat_map(|page| page.blocks) {
         let is_marked = match (block.language.as_str(), block.mark.as_str()) {

@@ -31,7 +31,7 @@ fn suspicious_markup(text: &str) -> Vec<(usize, String)> {
 }
 
 #[test]
-fn no_page_of_the_book_has_markup_of_which_mdbook_could_warn() {
+fn no_page_of_the_book_has_markup_that_mdbook_warns_about() {
     let mut found = Vec::new();
     let book = pages().into_iter().filter(|page| page.path.starts_with("docs"));
     for page in book {

@@ -181,7 +181,7 @@ const REASONS_OF_KUBERNETES: [&str; 5] = [
 ];
 
 #[test]
-fn every_reason_among_the_symptoms_is_one_that_is_given() {
+fn every_reason_among_the_symptoms_is_in_the_code() {
     let is_reason = |text: &str| {
         text.starts_with(|first: char| first.is_ascii_uppercase())
             && text.bytes().filter(u8::is_ascii_uppercase).count() > 1
@@ -321,7 +321,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tests_are_found_in_modules_and_macros_and_nothing_else_is() {
+    fn only_tests_are_found_in_modules_and_macros() {
         let source = "#[test] fn one() {} #[tokio::test(flavor = \"x\")] #[ignore] async fn two() {} fn three() {} \
                       #[cfg(test)] mod inner { #[test] fn four() { fn five() {} } } \
                       proptest! { #[test] fn six(a in 0..1) {} }";

@@ -243,7 +243,7 @@ async fn wait_for_claims(setup: &Setup, count: usize) -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn after_a_compaction_everything_is_listed_anew() -> anyhow::Result<()> {
+async fn after_a_compaction_everything_is_listed_again() -> anyhow::Result<()> {
     // Without the watch cache of the API server, each watch reads from etcd.
     let cluster = Cluster::builder()
         .flag("apiserver", "--watch-cache=false")

@@ -164,7 +164,7 @@ async fn a_waiting_pod_is_explained_node_by_node() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn without_the_right_to_list_nodes_those_with_devices_are_known() -> anyhow::Result<()> {
+async fn nodes_with_devices_appear_without_the_right_to_list_nodes() -> anyhow::Result<()> {
     let (setup, _controller) = one_of_two_pods_waits().await?;
     let read = ["get", "list", "watch"];
     let kubeconfig = setup
@@ -265,7 +265,7 @@ async fn run_in_format(
 }
 
 #[tokio::test]
-async fn yaml_says_what_json_says() -> anyhow::Result<()> {
+async fn yaml_and_json_have_the_same_content() -> anyhow::Result<()> {
     let (setup, _controller) = one_of_two_pods_waits().await?;
     let claim = setup.claim_of("second", "made", |_| true).await?;
     let claim = format!("claim/{}", claim.metadata.name.unwrap_or_default());

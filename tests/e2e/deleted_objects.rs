@@ -82,7 +82,7 @@ async fn a_node_that_is_made_again_under_its_name_is_another_node() -> anyhow::R
 }
 
 #[tokio::test]
-async fn an_inventory_of_a_former_node_does_not_count() -> anyhow::Result<()> {
+async fn an_inventory_of_a_replaced_node_does_not_count() -> anyhow::Result<()> {
     let setup = Setup::start(0).await?;
     setup.make_fake_devices("node-a", 2).await?;
     setup.make_template(None).await?;
@@ -110,7 +110,7 @@ async fn an_inventory_of_a_former_node_does_not_count() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn a_controller_catches_up_after_an_absence_and_rests() -> anyhow::Result<()> {
+async fn a_controller_catches_up_after_an_absence_and_is_idle() -> anyhow::Result<()> {
     let setup = Setup::start(0).await?;
     for (node, count) in [("node-a", 2), ("node-b", 2), ("node-c", 1)] {
         setup.make_fake_devices(node, count).await?;

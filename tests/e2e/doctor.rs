@@ -24,7 +24,7 @@ async fn problems(setup: &Setup, check: &str, arguments: &[&str]) -> anyhow::Res
 }
 
 #[tokio::test]
-async fn the_doctor_names_faults_and_is_content_when_fixed() -> anyhow::Result<()> {
+async fn the_doctor_reports_problems_until_they_are_fixed() -> anyhow::Result<()> {
     let setup = Setup::start(0).await?;
     setup.make_fake_node("node-a").await?;
     let (code, text, _) = run(&setup, &["doctor"]).await?;
@@ -87,7 +87,7 @@ async fn a_right_that_a_component_lacks_is_named_by_verb_and_resource() -> anyho
     assert_eq!(problems(&setup, "rights", &users).await?, Vec::<String>::new());
     let (_, text, _) = run(&setup, &[&["doctor"], &users[..]].concat()).await?;
     assert!(
-        text.contains("drayman-node may do what the companion needs"),
+        text.contains("drayman-node has all permissions that the companion needs"),
         "{text}"
     );
 
@@ -171,7 +171,7 @@ async fn another_driver_of_the_same_name_is_found() -> anyhow::Result<()> {
     for (message, parts) in found.iter().zip([
         ["here in namespace default", "there in namespace kube-system"],
         ["release-controller.default", "release-controller.kube-system"],
-        ["ResourceClaim default/foreign", "not this drayman"],
+        ["ResourceClaim default/foreign", "this release cannot read"],
     ]) {
         assert!(parts.iter().all(|part| message.contains(part)), "{message}");
     }
@@ -251,8 +251,8 @@ async fn the_doctor_reports_the_gates_or_why_it_cannot() -> anyhow::Result<()> {
         "kube-apiserver has DynamicResourceAllocation on",
     );
     assert_finding(&findings, "Fine", on_node);
-    assert_finding(&findings, "Note", "kube-scheduler cannot be asked");
-    assert_finding(&findings, "Note", "kube-controller-manager cannot be asked");
+    assert_finding(&findings, "Note", "in kube-scheduler is unknown");
+    assert_finding(&findings, "Note", "in kube-controller-manager is unknown");
 
     // A pod that waits for its allocation proves both.
     setup.make_template(None).await?;

@@ -43,7 +43,7 @@ async fn assert_at_rest(setup: &Setup, names: &[&str], reason: &str) -> anyhow::
 }
 
 #[tokio::test]
-async fn hostile_selectors_are_reported_once_and_delay_nobody() -> anyhow::Result<()> {
+async fn hostile_selectors_are_reported_once_and_delay_no_pod() -> anyhow::Result<()> {
     let setup = Setup::start(0).await?;
     setup.make_fake_devices("node-a", 2).await?;
     setup.make_template(None).await?;
@@ -178,7 +178,7 @@ async fn parameters_deleted_after_the_allocation_are_not_missed() -> anyhow::Res
 }
 
 #[tokio::test]
-async fn inventories_and_classes_edited_to_nonsense_harm_nobody_else() -> anyhow::Result<()> {
+async fn invalid_inventories_and_classes_affect_no_other_object() -> anyhow::Result<()> {
     let setup = Setup::start(0).await?;
     for node in ["node-a", "node-b"] {
         setup.make_fake_devices(node, 2).await?;

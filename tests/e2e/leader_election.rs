@@ -240,11 +240,11 @@ async fn a_double_allocation_is_rolled_back_or_refused_at_the_node() -> anyhow::
     // A pod without a node cannot be using the claim yet; the allocation and the reservation are removed.
     let unbound = unscheduled(&setup, "unbound").await?;
     late_write(&setup, &unbound, &first).await?;
-    let taken_back = |claim: Option<&ResourceClaim>| {
+    let rolled_back = |claim: Option<&ResourceClaim>| {
         claim.is_some_and(|claim| claim.status == ResourceClaimStatus::default())
     };
     setup
-        .wait(setup.claims(), "unbound", "taken back", taken_back)
+        .wait(setup.claims(), "unbound", "rolled back", rolled_back)
         .await?;
     let name = first.metadata.name.as_deref().unwrap_or_default();
     for reason in ["ResourceClaim", "Pod"] {
@@ -279,7 +279,7 @@ async fn a_double_allocation_is_rolled_back_or_refused_at_the_node() -> anyhow::
     look_inside(&setup, "first").await?;
     setup.remove_pod("bound").await?;
     setup
-        .wait(setup.claims(), "bound", "given back", taken_back)
+        .wait(setup.claims(), "bound", "deallocated", rolled_back)
         .await?;
     assert!(
         is_allocated(&setup.claims().get(name).await?),

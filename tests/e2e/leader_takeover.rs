@@ -27,7 +27,7 @@ async fn lists(setup: &Setup) -> anyhow::Result<(BTreeMap<String, usize>, Option
 }
 
 #[tokio::test]
-async fn a_takeover_lists_claims_anew_and_knows_waiting_pods() -> anyhow::Result<()> {
+async fn a_new_leader_lists_claims_and_knows_waiting_pods() -> anyhow::Result<()> {
     let setup = Setup::start(0).await?;
     setup.make_fake_devices("node-a", 1).await?;
     setup.make_template(None).await?;

@@ -157,7 +157,10 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
     println!("{claim:#}");
     assert_eq!(claim["wants"], "1 of kind test");
     let reason = claim["nodes"][0]["reason"].as_str().unwrap_or_default();
-    ensure!(reason.contains("by the controller's word"), "{claim}");
+    ensure!(
+        reason.contains("the controller reports it as unsuitable"),
+        "{claim}"
+    );
     let device = ask(&["devices"]).await?["items"][0].clone();
     assert_eq!(
         (&device["state"], &device["holders"]),
@@ -169,7 +172,7 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
         &["who", "drayman-test-0", "-n", NAMESPACE],
     )
     .await?;
-    ensure!(text.contains("Held by:  not known"), "{text}");
+    ensure!(text.contains("Held by:  unknown"), "{text}");
 
     setup.remove_pod("first").await?;
     until("Preparing").await?;

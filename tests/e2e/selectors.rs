@@ -140,7 +140,7 @@ async fn devices_of_one_kind_are_distinguished_by_attributes() -> anyhow::Result
     let all = json!({ "name": "all", "allocationMode": "All", "selectors": [{ "cel": {
         "expression": "device.attributes[\"drayman.dev\"].numaNode == 0" } }] });
     make_pod(&setup, "all", json!({ "requests": [all] })).await?;
-    let message = "request all wants all 2 that match, and 1 of them are held or unhealthy";
+    let message = "request all is for all 2 that match, and 1 of them are held or unhealthy";
     setup.wait_for_event("all", "NoSuitableDevice", message).await?;
     setup.remove_pod("chosen").await?;
     setup

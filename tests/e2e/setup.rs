@@ -32,7 +32,7 @@ pub(crate) use objects::{
 };
 pub(crate) use program::Program;
 
-use crate::harness::{Cluster, TIMEOUT, rule};
+use crate::harness::{Cluster, TIMEOUT};
 
 /// The driver name of the built-in driver.
 pub(crate) const DRIVER: &str = "drayman.dev";
@@ -84,12 +84,7 @@ pub(crate) fn node_rules() -> anyhow::Result<Vec<PolicyRule>> {
 
 /// Rights of the companion in structured mode.
 pub(crate) fn structured_node_rules() -> anyhow::Result<Vec<PolicyRule>> {
-    let slices = ["get", "list", "watch", "create", "update", "delete"];
-    let mut rules = vec![
-        rule(&[""], &["nodes"], &["get"]),
-        rule(&["resource.k8s.io"], &["resourceclaims"], &["get"]),
-        rule(&["resource.k8s.io"], &["resourceslices"], &slices),
-    ];
+    let mut rules = rules_of("ClusterRole", "drayman-node-structured")?;
     rules.extend(rules_of("Role", "drayman-node")?);
     Ok(rules)
 }

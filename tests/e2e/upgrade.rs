@@ -162,10 +162,12 @@ async fn a_copied_allocation_is_reported_and_frees_nothing() -> anyhow::Result<(
             .wait_for_event(copy, "AllocationMadeForAnother", &uid)
             .await?;
         setup
-            .wait_for_event(copy, "DeviceHeldTwice", &format!("default/{copy} is taken back"))
+            .wait_for_event(copy, "DeviceHeldTwice", &format!("default/{copy} is rolled back"))
             .await?;
-        let taken_back = |claim: Option<&ResourceClaim>| claim.is_some_and(|claim| !is_allocated(claim));
-        setup.wait(setup.claims(), copy, "taken back", taken_back).await?;
+        let rolled_back = |claim: Option<&ResourceClaim>| claim.is_some_and(|claim| !is_allocated(claim));
+        setup
+            .wait(setup.claims(), copy, "rolled back", rolled_back)
+            .await?;
         assert_eq!(setup.event_count(&name, "DeviceHeldTwice").await?, 0);
     }
     // The order of a new controller's initial list does not matter either.
@@ -174,9 +176,9 @@ async fn a_copied_allocation_is_reported_and_frees_nothing() -> anyhow::Result<(
         .write_allocation("older-copy", Some("node-a"), &handles)
         .await?;
     let controller = setup.controller()?;
-    let taken_back = |claim: Option<&ResourceClaim>| claim.is_some_and(|claim| !is_allocated(claim));
+    let rolled_back = |claim: Option<&ResourceClaim>| claim.is_some_and(|claim| !is_allocated(claim));
     setup
-        .wait(setup.claims(), "older-copy", "taken back again", taken_back)
+        .wait(setup.claims(), "older-copy", "rolled back again", rolled_back)
         .await?;
     for copy in ["older-copy", "younger-copy"] {
         setup.delete_claim(copy).await?;
@@ -227,11 +229,11 @@ async fn an_allocation_with_a_renamed_driver_keeps_its_device() -> anyhow::Resul
     setup.until_claim_gone(&made).await?;
     setup.remove_pod("names").await?;
     if setup.cluster.minor() >= 28 {
-        let given_back = |claim: Option<&ResourceClaim>| {
+        let deallocated = |claim: Option<&ResourceClaim>| {
             claim.is_some_and(|claim| claim.status == ResourceClaimStatus::default())
         };
         setup
-            .wait(setup.claims(), "named", "given back", given_back)
+            .wait(setup.claims(), "named", "deallocated", deallocated)
             .await?;
     } else {
         setup.delete_claim("named").await?;

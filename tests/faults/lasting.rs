@@ -131,7 +131,7 @@ pub(crate) fn serve(client: kube::Client, stop: CancellationToken) -> tokio::tas
 
 /// Five minutes without events pass at once, with the test's clock.
 #[tokio::test(start_paused = true)]
-async fn a_watch_that_hangs_without_an_end_is_begun_anew() {
+async fn a_watch_that_hangs_is_restarted() {
     let hour = Duration::from_secs(3600);
     let (mut hung, mut events) = (0, 4);
     let mut number = 1;

@@ -23,7 +23,7 @@ use drayman::core::prepare::inventory::Devices;
 use drayman::core::prepare::kubelet_state;
 use drayman::core::prepare::plan::{Allocation, ClaimToPrepare, NodeIdentity, plan_prepare};
 use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
-use drayman::host::selectors::{Compiled, Environment, STACK};
+use drayman::host::selectors::{CelEnvironment, Compiled, STACK};
 use drayman::node::config::NodeConfiguration;
 use drayman::node::kubelet::transport::authority::Rewriter;
 use prost::Message as _;
@@ -326,7 +326,7 @@ pub(crate) fn selector(bytes: &[u8]) {
             Ok(compiled) => compiled,
             Err(error) => return check_error(&error),
         };
-        let environment = Environment::new("drayman.dev");
+        let environment = CelEnvironment::new("drayman.dev");
         // Not the minimum: cel's `-` overflows, which only a debug build checks.
         let known: [(Box<str>, Attribute); 4] = [
             ("drayman.dev/firmware".into(), Attribute::Version("1.10.0".into())),

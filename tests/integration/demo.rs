@@ -79,7 +79,7 @@ fn the_scenarios_are_listed_and_no_other_is_played() {
 
 /// The path of a socket has at most 107 bytes, so no companion can serve in this directory.
 #[test]
-fn a_demonstration_whose_cluster_breaks_down_fails_and_says_why() {
+fn a_demonstration_with_a_broken_cluster_fails_with_a_reason() {
     let base = tempfile::tempdir().expect("a directory");
     let deep = base.path().join("d".repeat(120));
     std::fs::create_dir(&deep).expect("a directory");
@@ -110,7 +110,7 @@ fn the_devices_of_this_machine_can_join() {
     // The devices depend on the machine; the demo reports if there are none.
     let served = shown.contains("runs on this-machine with a device of this machine");
     assert!(
-        served || shown.contains("no device of a ready-made kind"),
+        served || shown.contains("no healthy device of a ready-made kind"),
         "{shown}"
     );
 }

@@ -74,7 +74,7 @@ fn claims_are_exact_on_the_wire() {
 }
 
 #[test]
-fn what_the_scheduler_allocates_is_kept_as_it_is() {
+fn an_allocation_of_the_scheduler_is_kept_unchanged() {
     let claim: ResourceClaim = same("claim-structured");
     let handle = claim.status.allocation.unwrap().resource_handles.remove(0);
     assert_eq!(handle.data, None);

@@ -56,7 +56,7 @@ pub(crate) enum Action {
         generation: u32,
         call: u64,
     },
-    /// A paused former leader sends its pending command.
+    /// A paused previous leader sends its pending command.
     LateWrite(Command),
     /// The controller process starts.
     Start,
@@ -123,13 +123,13 @@ pub(crate) struct Cluster {
     pub(crate) user_actions: u64,
     /// Maximum delay until the other controllers observe a change.
     pub(crate) lag: u64,
-    /// UIDs of claims whose allocation a former leader recorded late.
+    /// UIDs of claims whose allocation a previous leader recorded late.
     pub(crate) late_allocations: BTreeSet<String>,
     /// UIDs of pods without a node at the last read by the controller.
     pub(crate) read_without_node: BTreeSet<String>,
-    /// UIDs of claims that a former leader labelled late.
+    /// UIDs of claims that a previous leader labelled late.
     pub(crate) late_labels: BTreeSet<String>,
-    /// The request being served was sent by a former leader.
+    /// The request being served was sent by a previous leader.
     pub(crate) late: bool,
     /// Pairs of claims that shared a device because of late allocations.
     pub(crate) double_allocations: BTreeSet<(String, String)>,

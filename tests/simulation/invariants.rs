@@ -259,7 +259,7 @@ impl Cluster {
                     && always_ours
                     && claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer)
                     && claim.status.allocation.is_none()
-                    // Rolled back since, because a former leader had recorded it.
+                    // Rolled back since, because a previous leader had recorded it.
                     && !self.late_allocations.contains(&uid_of(claim))
                     && !names.contains(&uid_of(claim))
             });

@@ -23,7 +23,7 @@ impl Cluster {
     }
 
     pub(crate) fn send_late_write(&mut self, command: &Command) {
-        self.trace(|| format!("late write of a former leader: {}", describe_command(command)));
+        self.trace(|| format!("late write of a previous leader: {}", describe_command(command)));
         if let Command::WriteClaim {
             uid,
             write: ClaimWrite::Allocate { .. },
@@ -58,7 +58,7 @@ impl Cluster {
             let Some(claim) = claims.find(|claim| uid_of(claim) == uid) else {
                 continue;
             };
-            let finding = Finding::new(claim, "DeviceHeldTwice", message).take_back(true);
+            let finding = Finding::new(claim, "DeviceHeldTwice", message).roll_back(true);
             let event = Event::Found(vec![finding]);
             let (delay, generation) = (self.delay(), self.generation);
             self.after(
@@ -72,7 +72,7 @@ impl Cluster {
         }
     }
 
-    /// Whether a double allocation is the effect of a late write by a former leader.
+    /// Whether a double allocation is the effect of a late write by a previous leader.
     pub(crate) fn is_expected_double(&mut self, one: &str, other: &str) -> bool {
         let excused = self.late_allocations.contains(one) || self.late_allocations.contains(other);
         if excused && self.double_allocations.insert((one.to_owned(), other.to_owned())) {

@@ -122,7 +122,7 @@ impl Cluster {
             let all = self.claims_of(&key);
             let can_run =
                 all.is_some_and(|all| all.iter().all(|(_, claim)| claim.status.allocation.is_some()));
-            // With a double allocation by a former leader, the pod may get a node while the rollback is in flight. Its node does not give
+            // With a double allocation by a previous leader, the pod may get a node while the rollback is in flight. Its node does not give
             // the device to another claim while the pod runs. Each rollback needs its own read.
             let was_unbound = self.read_without_node.remove(&consumer.uid);
             let bound_meanwhile = was_unbound && self.late_allocations.contains(&uid_of(before));

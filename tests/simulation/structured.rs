@@ -134,7 +134,7 @@ fn v1_claim(claim: &ResourceClaim) -> v1::ResourceClaim {
 }
 
 impl Cluster {
-    /// Schedules a pod: picks a node with devices for all its claims.
+    /// Schedules a pod: picks a random node with devices for all its claims.
     pub(crate) fn schedule(&mut self, key: &ObjectKey, pod: &Pod) -> Option<Decision> {
         let claims = self.claims_of(key)?;
         let mut nodes: Vec<String> = self.nodes_of(&uid_of_pod(pod)).into_iter().collect();
@@ -148,6 +148,7 @@ impl Cluster {
         None
     }
 
+    /// Picks random free devices for the claims, unlike the first fit of `core::scheduler`, so that seeds cover more states.
     fn devices_on(
         &mut self,
         node: &str,

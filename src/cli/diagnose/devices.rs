@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unhealthy_device_says_why_and_still_names_its_holder() {
+    fn an_unhealthy_device_has_a_cause_and_names_its_holder() {
         let mut inventory = inventory("node-a", "1", &["a"]);
         inventory.spec.devices[0].unhealthy = Some("unplugged".into());
         let table = devices(DRIVER, &[inventory], &[claim("one", "1", "a")]);

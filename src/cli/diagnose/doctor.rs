@@ -83,7 +83,7 @@ impl DoctorFinding {
         Self::warning(
             "rights",
             error,
-            "ask for the right to do that, or let somebody run this who has it",
+            "ask for this permission, or run the command with an account that has it",
         )
     }
 }
@@ -154,7 +154,7 @@ pub fn server(
 
 /// Checks our CRDs.
 pub fn definitions<'a>(
-    wanted: impl IntoIterator<Item = &'a str>,
+    required: impl IntoIterator<Item = &'a str>,
     version: &str,
     found: &[CustomResourceDefinition],
 ) -> Vec<DoctorFinding> {
@@ -164,7 +164,7 @@ pub fn definitions<'a>(
         let mut versions = definition.spec.versions.iter();
         versions.any(|of| of.served && of.name == version)
     };
-    let wrong: Vec<DoctorFinding> = wanted
+    let wrong: Vec<DoctorFinding> = required
         .into_iter()
         .filter_map(|name| {
             let mut found = found.iter();
@@ -198,7 +198,7 @@ pub fn lease(
     let check = "controller";
     match lease {
         None if !needs_claims => {
-            DoctorFinding::fine(check, "none leads, and none is needed for extended resources")
+            DoctorFinding::fine(check, "no controller leads; extended resources need none")
         }
         None => DoctorFinding::warning(
             check,
@@ -266,7 +266,7 @@ pub fn classes(
             Err(error) => findings.push(DoctorFinding::problem(
                 check,
                 error.to_string(),
-                "make the class anew so",
+                "recreate the class with this correction",
             )),
             Ok(reference) => match parameters.get(reference) {
                 None => findings.push(DoctorFinding::problem(
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_answer_is_no_missing_api() {
+    fn an_unknown_answer_is_not_a_missing_api() {
         let findings = server("1", "30", Err("forbidden: nobody"), true);
         assert_eq!(worst(&findings), Level::Warning);
         let unknown = findings.iter().find(|finding| finding.check == "api").unwrap();
@@ -340,18 +340,18 @@ mod tests {
             let object = serde_json::json!({ "metadata": { "name": "a.drayman.dev" }, "spec": { "versions": versions } });
             serde_json::from_value(object).unwrap()
         };
-        let judge = |found: &[_]| worst(&definitions(["a.drayman.dev"], "v1alpha1", found));
-        assert_eq!(judge(&[found("v1alpha1", true)]), Level::Fine);
-        assert_eq!(judge(&[found("v1alpha1", false)]), Level::Problem);
-        assert_eq!(judge(&[found("v2", true)]), Level::Problem);
-        assert_eq!(judge(&[]), Level::Problem);
+        let level = |found: &[_]| worst(&definitions(["a.drayman.dev"], "v1alpha1", found));
+        assert_eq!(level(&[found("v1alpha1", true)]), Level::Fine);
+        assert_eq!(level(&[found("v1alpha1", false)]), Level::Problem);
+        assert_eq!(level(&[found("v2", true)]), Level::Problem);
+        assert_eq!(level(&[]), Level::Problem);
     }
 
     #[test]
-    fn a_lease_tells_whether_somebody_leads() {
+    fn a_lease_shows_whether_a_controller_leads() {
         let now = Timestamp::from_second(1000).unwrap();
         let renewed = |ago: i64| Timestamp::from_second(1000 - ago).unwrap();
-        let judge = |ago, holder| {
+        let level = |ago, holder| {
             lease(
                 Some((renewed(ago), SignedDuration::from_secs(15), holder)),
                 now,
@@ -359,9 +359,9 @@ mod tests {
             )
             .level
         };
-        assert_eq!(judge(3, "pod-a"), Level::Fine);
-        assert_eq!(judge(60, "pod-a"), Level::Problem);
-        assert_eq!(judge(3, ""), Level::Problem);
+        assert_eq!(level(3, "pod-a"), Level::Fine);
+        assert_eq!(level(60, "pod-a"), Level::Problem);
+        assert_eq!(level(3, ""), Level::Problem);
         assert_eq!(lease(None, now, true).level, Level::Warning);
         assert_eq!(lease(None, now, false).level, Level::Fine);
     }

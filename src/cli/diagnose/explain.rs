@@ -73,7 +73,7 @@ pub(crate) struct ExplainInput<'a> {
 /// Whether one node can serve a claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub struct NodeVerdict {
+pub struct NodeExplanation {
     /// Node name.
     pub node: String,
     /// Why the node cannot serve the claim; absent if it can.
@@ -84,7 +84,7 @@ pub struct NodeVerdict {
 /// Whether a matching device is available to a request (structured mode).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub struct DeviceVerdict {
+pub struct DeviceExplanation {
     /// Node name.
     pub node: String,
     /// Name of the request, or `request/subrequest`.
@@ -124,10 +124,10 @@ pub struct ClaimExplanation {
     pub advice: Option<String>,
     /// Per-node results, as long as they matter.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub nodes: Vec<NodeVerdict>,
+    pub nodes: Vec<NodeExplanation>,
     /// The devices that match a request, as long as they matter. Structured mode only.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub devices: Vec<DeviceVerdict>,
+    pub devices: Vec<DeviceExplanation>,
 }
 
 /// Returns the claim of an entry, if it has one.
@@ -167,12 +167,12 @@ pub(crate) fn explain(input: &ExplainInput<'_>) -> ClaimExplanation {
     let driver = claim
         .and_then(|claim| claim.status.driver_name.clone())
         .or_else(|| input.class.map(|class| class.driver_name.clone()));
-    let (step, because, advice) = standing(input);
+    let (step, because, advice) = current_step(input);
     let tell_nodes = matches!(
         step,
         ClaimStep::WaitsForDevice | ClaimStep::Allocating | ClaimStep::WaitsForScheduler
     );
-    let verdict = |(node, reason): (&String, &Option<String>)| NodeVerdict {
+    let fit = |(node, reason): (&String, &Option<String>)| NodeExplanation {
         node: node.clone(),
         reason: reason.clone(),
     };
@@ -186,7 +186,7 @@ pub(crate) fn explain(input: &ExplainInput<'_>) -> ClaimExplanation {
         because,
         advice: Some(advice).filter(|advice| !advice.is_empty()),
         nodes: if tell_nodes {
-            input.nodes.iter().map(verdict).collect()
+            input.nodes.iter().map(fit).collect()
         } else {
             Vec::new()
         },
@@ -195,7 +195,7 @@ pub(crate) fn explain(input: &ExplainInput<'_>) -> ClaimExplanation {
 }
 
 /// Returns the step, its cause and a suggested fix.
-fn standing(input: &ExplainInput<'_>) -> (ClaimStep, String, String) {
+fn current_step(input: &ExplainInput<'_>) -> (ClaimStep, String, String) {
     let claim = match input.found {
         Resolved::NotNeeded => return not_needed(),
         Resolved::Awaited => return ended(input.pod, &[]).unwrap_or_else(|| missing(input.entry)),
@@ -236,7 +236,7 @@ fn standing(input: &ExplainInput<'_>) -> (ClaimStep, String, String) {
                 class.driver_name
             ),
             format!(
-                "ask {}, or give --driver-name if that is drayman under another name",
+                "see the documentation of driver {}, or set --driver-name if it is drayman under another name",
                 class.driver_name
             ),
         );
@@ -460,15 +460,15 @@ fn waiting(claim: &ResourceClaim, input: &ExplainInput<'_>) -> (ClaimStep, Strin
         return (
             ClaimStep::Allocating,
             format!("{able} of {total} nodes can serve it: it is allocated at once"),
-            "if it lasts: does the controller run? (drayman doctor)".into(),
+            "if this persists, check that the controller runs (drayman doctor)".into(),
         );
     }
     let Some(context) = input.context.filter(|_| input.pod.is_some()) else {
         return (
             ClaimStep::WaitsForScheduler,
-            "it is allocated when a pod needs it, and the scheduler has not asked yet".into(),
+            "it is allocated when a pod needs it; the scheduler has not requested it yet".into(),
             if input.pod.is_some() {
-                "what holds the pod up otherwise: kubectl describe pod".into()
+                "see other causes with kubectl describe pod".into()
             } else {
                 "nothing is wrong: create a pod that names it".into()
             },
@@ -479,13 +479,13 @@ fn waiting(claim: &ResourceClaim, input: &ExplainInput<'_>) -> (ClaimStep, Strin
         return (
             ClaimStep::Allocating,
             format!("the scheduler has chosen {selected}, which can serve it"),
-            "if it lasts: does the controller run? (drayman doctor)".into(),
+            "if this persists, check that the controller runs (drayman doctor)".into(),
         );
     }
     (
         ClaimStep::WaitsForScheduler,
         format!("{able} of {total} nodes can serve it; the scheduler has not chosen one of them yet"),
-        "it tries again within seconds; if it lasts, the pod's other needs do not fit there: kubectl describe pod".into(),
+        "it tries again within seconds; if this persists, other requirements of the pod are not met there: kubectl describe pod".into(),
     )
 }
 

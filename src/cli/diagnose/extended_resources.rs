@@ -7,7 +7,7 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::explain::NodeVerdict;
+use super::explain::NodeExplanation;
 use crate::cli::objects::{PartialContainer, PartialPod};
 use crate::core::scheduler;
 
@@ -50,13 +50,13 @@ pub struct ExtendedResourceExplanation {
     pub advice: Option<String>,
     /// Results for each node that offers the resource, as long as they matter.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub nodes: Vec<NodeVerdict>,
+    pub nodes: Vec<NodeExplanation>,
 }
 
 /// Returns the extended resources that a pod requests, by name; native resources (CPU, memory, huge pages) are omitted.
 /// Init containers run one after the other before the others and release their resources, unless restartable
 /// (`restartPolicy: Always`): see `PodLimits` in `pkg/api/v1/resource`.
-pub fn wanted(pod: &PartialPod) -> BTreeMap<String, u64> {
+pub fn requested(pod: &PartialPod) -> BTreeMap<String, u64> {
     let Some(spec) = &pod.spec else {
         return BTreeMap::new();
     };
@@ -123,8 +123,8 @@ pub fn explain(
     nodes: Option<&[Node]>,
     pods: Option<&[PartialPod]>,
 ) -> Vec<ExtendedResourceExplanation> {
-    let explained = wanted(pod).into_iter().map(|(resource, amount)| {
-        let (step, because, advice, nodes) = standing(pod, &resource, amount, nodes, pods);
+    let explained = requested(pod).into_iter().map(|(resource, amount)| {
+        let (step, because, advice, nodes) = current_step(pod, &resource, amount, nodes, pods);
         ExtendedResourceExplanation {
             resource,
             amount,
@@ -137,13 +137,13 @@ pub fn explain(
     explained.collect()
 }
 
-fn standing(
+fn current_step(
     pod: &PartialPod,
     resource: &str,
     amount: u64,
     nodes: Option<&[Node]>,
     pods: Option<&[PartialPod]>,
-) -> (ExtendedResourceStep, String, String, Vec<NodeVerdict>) {
+) -> (ExtendedResourceStep, String, String, Vec<NodeExplanation>) {
     let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
     let node = match (node, nodes) {
         (Some(node), _) => node,
@@ -199,17 +199,17 @@ fn waiting(
     amount: u64,
     nodes: &[Node],
     pods: Option<&[PartialPod]>,
-) -> (ExtendedResourceStep, String, String, Vec<NodeVerdict>) {
+) -> (ExtendedResourceStep, String, String, Vec<NodeExplanation>) {
     let offering: Vec<(&str, u64)> = nodes.iter().filter_map(|node| offers(node, resource)).collect();
-    let verdicts: Vec<NodeVerdict> = offering
+    let fits: Vec<NodeExplanation> = offering
         .iter()
-        .map(|(node, offered)| NodeVerdict {
+        .map(|(node, offered)| NodeExplanation {
             node: (*node).to_owned(),
             reason: why_not(*offered, amount, pods.map(|pods| used(pods, node, resource))),
         })
         .collect();
-    let able = verdicts.iter().filter(|verdict| verdict.reason.is_none()).count();
-    let (step, because, advice) = if verdicts.is_empty() {
+    let able = fits.iter().filter(|fit| fit.reason.is_none()).count();
+    let (step, because, advice) = if fits.is_empty() {
         (
             ExtendedResourceStep::NotOffered,
             format!("none of {} nodes offers it", nodes.len()),
@@ -221,17 +221,14 @@ fn waiting(
             ExtendedResourceStep::WaitsForDevice,
             format!(
                 "none of the {} nodes that offer it offers as many as {amount}",
-                verdicts.len()
+                fits.len()
             ),
             "request less, or check for devices that are unhealthy or held by claims (drayman devices)",
         )
     } else if able == 0 {
         (
             ExtendedResourceStep::WaitsForDevice,
-            format!(
-                "none of the {} nodes that offer it has {amount} left",
-                verdicts.len()
-            ),
+            format!("none of the {} nodes that offer it has {amount} left", fits.len()),
             "it is bound as soon as a pod with one ends; with mode both, also when a claim frees one (drayman devices)",
         )
     } else {
@@ -239,12 +236,12 @@ fn waiting(
             ExtendedResourceStep::WaitsForScheduler,
             format!(
                 "{able} of the {} nodes that offer it have {amount} left",
-                verdicts.len()
+                fits.len()
             ),
             "if this persists, other requirements of the pod are not met there: kubectl describe pod",
         )
     };
-    (step, because, advice.to_owned(), verdicts)
+    (step, because, advice.to_owned(), fits)
 }
 
 /// Returns the node's name and its allocatable amount, if its status lists the resource (an amount of 0 included).
@@ -263,7 +260,7 @@ fn used(pods: &[PartialPod], node: &str, resource: &str) -> u64 {
             && !matches!(phase, Some("Succeeded" | "Failed"))
     });
     there
-        .filter_map(|pod| wanted(pod).remove(resource))
+        .filter_map(|pod| requested(pod).remove(resource))
         .fold(0, u64::saturating_add)
 }
 
@@ -272,7 +269,7 @@ fn why_not(offered: u64, amount: u64, used: Option<u64>) -> Option<String> {
         return (offered < amount).then(|| format!("it offers {offered}"));
     };
     if offered == 0 {
-        return Some("it offers 0: its devices are gone, unhealthy or with claims".to_owned());
+        return Some("it offers 0: its devices are gone, unhealthy or held by claims".to_owned());
     }
     (offered.saturating_sub(used) < amount).then(|| format!("{used} of {offered} in use"))
 }
@@ -317,16 +314,15 @@ mod tests {
     }
 
     fn reasons(explanation: &ExtendedResourceExplanation) -> Vec<(&str, Option<&str>)> {
-        let verdicts = explanation.nodes.iter();
-        verdicts
-            .map(|verdict| (verdict.node.as_str(), verdict.reason.as_deref()))
+        let fits = explanation.nodes.iter();
+        fits.map(|fit| (fit.node.as_str(), fit.reason.as_deref()))
             .collect()
     }
 
     #[test]
     fn amounts_are_quantities() {
         let large = asking("1k", None, "Pending");
-        assert_eq!(wanted(&large), BTreeMap::from([(RESOURCE.to_owned(), 1000)]));
+        assert_eq!(requested(&large), BTreeMap::from([(RESOURCE.to_owned(), 1000)]));
         let explanation = one(&large, &[node("a", "2k"), node("b", "999")], Some(&[]));
         assert_eq!(explanation.amount, 1000);
         assert_eq!(
@@ -336,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn init_containers_give_back_what_they_had_unless_they_stay() {
+    fn only_restartable_init_containers_keep_their_amounts() {
         let container = |amount: &str, restart: Option<&str>| {
             json!({ "name": "c", "restartPolicy": restart, "resources": { "limits": {
                 RESOURCE: amount, "memory": "1Gi", "hugepages-2Mi": "2", "kubernetes.io/x": "1", "example.com/zero": "0" } } })
@@ -346,7 +342,7 @@ mod tests {
             "containers": [container("1", None), container("2", None)],
         });
         assert_eq!(
-            wanted(&pod(&spec, &json!({}))),
+            requested(&pod(&spec, &json!({}))),
             BTreeMap::from([(RESOURCE.to_owned(), 4)])
         );
         // A restartable init container keeps its devices while later containers run.
@@ -355,18 +351,18 @@ mod tests {
             "containers": [container("1", None)],
         });
         assert_eq!(
-            wanted(&pod(&spec, &json!({}))),
+            requested(&pod(&spec, &json!({}))),
             BTreeMap::from([(RESOURCE.to_owned(), 5)])
         );
         let spec = json!({ "initContainers": [container("3", None)], "containers": [container("1", None)] });
         assert_eq!(
-            wanted(&pod(&spec, &json!({}))),
+            requested(&pod(&spec, &json!({}))),
             BTreeMap::from([(RESOURCE.to_owned(), 3)])
         );
     }
 
     #[test]
-    fn a_pod_that_waits_is_told_which_nodes_have_too_few() {
+    fn a_waiting_pod_lists_the_nodes_with_too_few() {
         let waiting = asking("2", None, "Pending");
         let nodes = [node("a", "2"), node("b", "0"), node("c", ""), node("d", "3")];
         let pods = [
@@ -381,7 +377,7 @@ mod tests {
             (explanation.step, explanation.amount),
             (ExtendedResourceStep::WaitsForDevice, 2)
         );
-        let none = "it offers 0: its devices are gone, unhealthy or with claims";
+        let none = "it offers 0: its devices are gone, unhealthy or held by claims";
         assert_eq!(
             reasons(&explanation),
             [
@@ -415,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_on_its_node_starts_runs_has_ended_or_was_turned_away() {
+    fn a_bound_pod_is_starting_running_ended_or_rejected() {
         for (phase, step) in [
             ("Pending", ExtendedResourceStep::Starting),
             ("Running", ExtendedResourceStep::InUse),

@@ -29,7 +29,7 @@ pub enum GateState {
     Off,
     /// The component does not report the gate.
     Silent,
-    /// The component could not be asked, for this reason.
+    /// The component could not be queried, for this reason.
     NotAsked(String),
 }
 
@@ -68,13 +68,11 @@ pub fn api_server(answer: &GateState) -> DoctorFinding {
             format!("kube-apiserver has {GATE} off, so that it drops the claims that pods name"),
             format!("start kube-apiserver with --feature-gates={GATE}=true"),
         ),
-        GateState::Silent => {
-            DoctorFinding::note(CHECK, format!("kube-apiserver does not say whether {GATE} is on"))
-        }
+        GateState::Silent => DoctorFinding::note(CHECK, format!("kube-apiserver does not report {GATE}")),
         GateState::NotAsked(why) => DoctorFinding::note(
             CHECK,
             format!(
-                "kube-apiserver could not be asked for {GATE} (the verb get on the path /metrics): {why}"
+                "the state of {GATE} in kube-apiserver is unknown (it needs the verb get on the path /metrics): {why}"
             ),
         ),
     }
@@ -82,8 +80,8 @@ pub fn api_server(answer: &GateState) -> DoctorFinding {
 
 /// Checks the answers of the kubelets on the driver's nodes, by node.
 pub fn kubelets(answers: &BTreeMap<String, GateState>) -> Vec<DoctorFinding> {
-    let nodes = |wanted: fn(&GateState) -> bool| -> Vec<&str> {
-        let found = answers.iter().filter(|(_, answer)| wanted(answer));
+    let nodes = |matches: fn(&GateState) -> bool| -> Vec<&str> {
+        let found = answers.iter().filter(|(_, answer)| matches(answer));
         found.map(|(node, _)| node.as_str()).collect()
     };
     let mut findings = Vec::new();
@@ -111,7 +109,7 @@ pub fn kubelets(answers: &BTreeMap<String, GateState>) -> Vec<DoctorFinding> {
     if !silent.is_empty() {
         findings.push(DoctorFinding::note(
             CHECK,
-            format!("kubelet does not say whether {GATE} is on, on {}", some(&silent)),
+            format!("kubelet does not report {GATE} on {}", some(&silent)),
         ));
     }
     let not_asked = nodes(|answer| matches!(answer, GateState::NotAsked(_)));
@@ -123,7 +121,7 @@ pub fn kubelets(answers: &BTreeMap<String, GateState>) -> Vec<DoctorFinding> {
         findings.push(DoctorFinding::note(
             CHECK,
             format!(
-                "kubelet could not be asked for {GATE} (the verb get on nodes/proxy) on {}: {why}; \
+                "the state of {GATE} in kubelet is unknown (it needs the verb get on nodes/proxy) on {}: {why}; \
                  `drayman doctor --this-node` there reads its configuration",
                 some(&not_asked)
             ),
@@ -171,7 +169,7 @@ pub fn by_symptoms(
                 some(&unreserved)
             ),
             format!(
-                "start kube-scheduler with --feature-gates={GATE}=true; or does the pod set spec.nodeName?"
+                "start kube-scheduler with --feature-gates={GATE}=true, unless the pod sets spec.nodeName"
             ),
         )
     } else if reserved || !contexts.is_empty() {
@@ -183,7 +181,7 @@ pub fn by_symptoms(
         DoctorFinding::note(
             CHECK,
             format!(
-                "kube-scheduler cannot be asked for {GATE}, and no pod shows it: with it off, a pod with a claim is bound at once \
+                "the state of {GATE} in kube-scheduler is unknown, and no pod shows it: with it off, a pod with a claim is bound at once \
                  and does not start"
             ),
         )
@@ -208,7 +206,7 @@ pub fn by_symptoms(
         DoctorFinding::note(
             CHECK,
             format!(
-                "kube-controller-manager cannot be asked for {GATE}, and no pod shows it: with it off, a pod with a template has \
+                "the state of {GATE} in kube-controller-manager is unknown, and no pod shows it: with it off, a pod with a template has \
                  no claim"
             ),
         )
@@ -229,10 +227,10 @@ pub fn configuration(file: &str, gate: Option<bool>, all_alpha: Option<bool>) ->
         None => DoctorFinding::warning(
             CHECK,
             format!(
-                "{file} does not switch {GATE} on, without which pods with claims get no device here below Kubernetes 1.34"
+                "{file} does not enable {GATE}; below Kubernetes 1.34, pods with claims get no device here"
             ),
             format!(
-                "{fix}, unless its flag --feature-gates says it; from 1.34 on it is on by default, and extended resources do not need it"
+                "{fix}, unless its flag --feature-gates enables it; it is on by default from 1.34 on, and extended resources do not need it"
             ),
         ),
     }
@@ -257,7 +255,7 @@ mod tests {
     use crate::core::allocation::tests::fixture::{DRIVER, inventory};
 
     #[test]
-    fn metrics_tell_whether_the_gate_is_on() {
+    fn metrics_have_the_state_of_the_gate() {
         let line = |value: &str| {
             format!(
                 "# TYPE kubernetes_feature_enabled gauge\nkubernetes_feature_enabled{{name=\"DynamicResourceAllocationX\",stage=\"ALPHA\"}} 0\n\
@@ -290,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_that_all_leave_as_extended_resources_need_no_claims() {
+    fn extended_resources_alone_need_no_claims() {
         let mut object = inventory("node-a", "1", &["a", "b"]);
         assert!(needs_claims(DRIVER, std::slice::from_ref(&object)));
         for device in &mut object.spec.devices {
@@ -344,13 +342,13 @@ mod tests {
     }
 
     #[test]
-    fn kubelet_s_file_switches_the_gate_on_or_leaves_it_open() {
+    fn kubelets_file_enables_the_gate_or_leaves_it_open() {
         let level = |gate, all| configuration("f", gate, all).level;
         assert_eq!(level(Some(true), None), Level::Fine);
         assert_eq!(level(None, Some(true)), Level::Fine);
         assert_eq!(level(Some(false), Some(true)), Level::Problem);
         assert_eq!(level(None, None), Level::Warning);
         let open = configuration("f", None, None);
-        assert!(open.fix.unwrap().contains("from 1.34 on it is on by default"));
+        assert!(open.fix.unwrap().contains("on by default from 1.34 on"));
     }
 }

@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::qualified_name;
 use super::structured::devices::pods;
 use crate::api::resource::{Pod, ResourceClaim, ResourceClaimTemplate, ResourceClass, finalizer_of};
-use crate::core::scheduler::holdings::results;
+use crate::core::scheduler::allocated_devices::results;
 
 /// An object that depends on classic DRA.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
@@ -23,7 +23,7 @@ pub struct Dependent {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub driver: Option<String>,
     /// State of the object; implies whether to stop, move or delete it.
-    pub standing: String,
+    pub status: String,
 }
 
 /// Input of [`dependents`].
@@ -90,7 +90,7 @@ pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
                 kind: "Pod",
                 name: qualified_name(pod),
                 driver: None,
-                standing: format!("{phase} on {node}, with {number} of its claims"),
+                status: format!("{phase} on {node}, with {number} of its claims"),
             });
         }
     }
@@ -100,7 +100,7 @@ pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
             kind: "ResourceClaim",
             name: qualified_name(claim),
             driver: driver.or_else(|| drivers.get(&claim.spec.resource_class_name).cloned()),
-            standing: standing(claim),
+            status: status(claim),
         });
     }
     for template in objects.templates {
@@ -110,7 +110,7 @@ pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
                 kind: "ResourceClaimTemplate",
                 name: qualified_name(template),
                 driver: drivers.get(class).cloned(),
-                standing: format!("of class {class}"),
+                status: format!("of class {class}"),
             });
         }
     }
@@ -120,7 +120,7 @@ pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
                 kind: "ResourceClass",
                 name: name(class),
                 driver: Some(class.driver_name.clone()),
-                standing: "not structured".to_owned(),
+                status: "not structured".to_owned(),
             });
         }
     }
@@ -136,7 +136,7 @@ pub fn held_by(driver: &str, claims: &[ResourceClaim]) -> Vec<Dependent> {
         claim.status.allocation_of(driver).is_some() || finalizers.any(|name| *name == finalizer)
     };
     let held = claims.iter().filter(holds);
-    held.map(|claim| of_driver(driver, claim, standing(claim)))
+    held.map(|claim| of_driver(driver, claim, status(claim)))
         .collect()
 }
 
@@ -148,16 +148,16 @@ pub fn allocated_from(driver: &str, claims: &[v1::ResourceClaim]) -> Vec<Depende
         .collect()
 }
 
-fn of_driver<K: kube::Resource>(driver: &str, claim: &K, standing: String) -> Dependent {
+fn of_driver<K: kube::Resource>(driver: &str, claim: &K, status: String) -> Dependent {
     Dependent {
         kind: "ResourceClaim",
         name: qualified_name(claim),
         driver: Some(driver.to_owned()),
-        standing,
+        status,
     }
 }
 
-fn standing(claim: &ResourceClaim) -> String {
+fn status(claim: &ResourceClaim) -> String {
     let users = claim.status.reserved_for.iter();
     match &claim.status.allocation {
         Some(_) => allocated(&users.map(|user| user.name.clone()).collect::<Vec<_>>()),
@@ -221,12 +221,12 @@ mod tests {
                 ("ResourceClass", "radio"),
             ]
         );
-        assert_eq!(found[1].standing, "allocated, used by no pod");
+        assert_eq!(found[1].status, "allocated, used by no pod");
         assert_eq!(found[2].driver.as_deref(), Some("drayman.dev"));
     }
 
     #[test]
-    fn what_is_structured_or_has_ended_is_left_out() {
+    fn structured_objects_and_ended_pods_are_left_out() {
         let class = read(json!({
             "metadata": { "name": "gpu" }, "driverName": "gpu.example", "structuredParameters": true,
         }));
@@ -296,7 +296,7 @@ mod tests {
         let held = held_by("drayman.dev", &claims);
         assert_eq!(
             held.iter()
-                .map(|held| (held.name.as_str(), held.standing.as_str()))
+                .map(|held| (held.name.as_str(), held.status.as_str()))
                 .collect::<Vec<_>>(),
             [
                 ("shop/used", "allocated, used by pods a, b"),

@@ -48,7 +48,7 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[Node]) 
             Some(node) if node.metadata.uid.as_ref() != Some(&spec.node_uid) => {
                 findings.push(DoctorFinding::problem(
                     check,
-                    format!("the inventory of node {name} is of an earlier node of that name"),
+                    format!("the inventory of node {name} belongs to an earlier node of that name"),
                     "restart the companion there: it has not noticed that the Node was recreated",
                 ));
             }
@@ -58,7 +58,7 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[Node]) 
             findings.push(DoctorFinding::problem(
                 check,
                 format!("the companion of node {name} does not serve: {cause}"),
-                "see its pod and log there",
+                "check its pod and log",
             ));
             continue;
         }
@@ -79,7 +79,7 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[Node]) 
             findings.push(DoctorFinding::warning(
                 check,
                 format!("node {name} has no device of any kind"),
-                "`drayman node discover` there says why each candidate was not taken",
+                "`drayman node discover` there shows why each candidate is excluded",
             ));
         }
     }
@@ -102,7 +102,7 @@ pub(super) fn without_nodes(driver: &str) -> DoctorFinding {
     DoctorFinding::problem(
         "nodes",
         format!("no node offers devices of driver {driver}"),
-        "see that the companion's DaemonSet has pods, and their logs",
+        "check that the companion's DaemonSet has pods, and read their logs",
     )
 }
 
@@ -112,8 +112,8 @@ pub fn not_running(driver: &str, waiting: &[String]) -> Option<DoctorFinding> {
         DoctorFinding::problem(
             "pods",
             format!("pods of driver {driver} do not run: {}", some(waiting)),
-            "look at the pod (kubectl describe) and its log (kubectl logs --previous); if its image is missing, the node needs it, or a \
-             registry that its container runtime reaches and trusts",
+            "check the pod (kubectl describe) and its log (kubectl logs --previous); if its image is missing, load it on the node, or use \
+             a registry that its container runtime reaches and trusts",
         )
     })
 }
@@ -128,7 +128,7 @@ pub(super) fn without_companion(with: &BTreeSet<&str>, nodes: &[Node]) -> Option
     Some(DoctorFinding::note(
         "nodes",
         format!(
-            "{} of {} nodes have no companion: {}; the chart's node.nodeSelector says where it runs, and this may be intended",
+            "{} of {} nodes have no companion: {}; the chart's node.nodeSelector selects its nodes, so this may be intended",
             lack.len(),
             nodes.len(),
             first(&lack, NODES_MAX)
@@ -163,7 +163,7 @@ pub fn without_runtime(what: &str) -> DoctorFinding {
         fix: Some(
             "if pods are deleted by force here: set node.containerRuntimeSocket of the chart (containerd: \
              /run/containerd/containerd.sock, CRI-O: /var/run/crio/crio.sock), and outside of a pod --container-runtime-socket; \
-             whoever reaches this socket is root on the node"
+             access to this socket is root access to the node"
                 .to_owned(),
         ),
         ..DoctorFinding::note(RUNTIME, message)
@@ -191,8 +191,8 @@ pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[
             if resource.starts_with(&prefix) && number != "0" && !announces {
                 findings.push(DoctorFinding::warning(
                     "extended resources",
-                    format!("node {name} announces {number} of {resource}, and its companion has no device for that"),
-                    "another device plugin uses this name, or kubelet remembers what is gone: restart kubelet there",
+                    format!("node {name} advertises {number} of {resource}, but its companion has no device for it"),
+                    "another device plugin uses this name, or kubelet still advertises a removed resource: restart kubelet there",
                 ));
             }
         }
@@ -215,15 +215,15 @@ mod tests {
     #[test]
     fn an_inventory_must_be_ready_and_of_the_present_node() {
         let good = inventory("node-a", "1", &["a"]);
-        let judge = |object: &NodeInventory, nodes: &[Node]| {
+        let level = |object: &NodeInventory, nodes: &[Node]| {
             worst(&inventories(DRIVER, std::slice::from_ref(object), nodes))
         };
-        assert_eq!(judge(&good, &[node("node-a", "1")]), Level::Fine);
-        assert_eq!(judge(&good, &[node("node-a", "2")]), Level::Problem);
-        assert_eq!(judge(&good, &[]), Level::Problem);
+        assert_eq!(level(&good, &[node("node-a", "1")]), Level::Fine);
+        assert_eq!(level(&good, &[node("node-a", "2")]), Level::Problem);
+        assert_eq!(level(&good, &[]), Level::Problem);
         let mut silent = good.clone();
         silent.status = None;
-        assert_eq!(judge(&silent, &[node("node-a", "1")]), Level::Problem);
+        assert_eq!(level(&silent, &[node("node-a", "1")]), Level::Problem);
     }
 
     #[test]

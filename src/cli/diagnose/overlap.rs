@@ -9,7 +9,7 @@ use crate::api::resource::ResourceClaim;
 
 /// Name of the check.
 const CHECK: &str = "driver name";
-/// What to do about two installations of one driver name.
+/// Fix for two installations of one driver name.
 const FIX: &str = "give all but one of them another driver name (driverName of the chart, --driver-name) and classes of their own";
 
 /// Reports other installations that use the name `driver`.
@@ -17,7 +17,7 @@ const FIX: &str = "give all but one of them another driver name (driverName of t
 /// * `leaders`: holders of unexpired Leases with the driver's name, by the Lease's namespace.
 /// * `roles`: ClusterRoles that a release has created for its controller with this driver name.
 /// * `unreadable`: unreadable claims allocated under the driver's name, with the reason.
-pub fn judge(
+pub fn findings(
     driver: &str,
     leaders: &BTreeMap<String, String>,
     roles: &[String],
@@ -52,7 +52,7 @@ pub fn judge(
         findings.push(DoctorFinding::problem(
             CHECK,
             format!(
-                "ResourceClaim {claim} was allocated in the name of driver {driver} by something that is not this drayman: {reason}"
+                "ResourceClaim {claim} has an allocation of driver {driver} that this release cannot read: {reason}"
             ),
             "another driver of this name, or a newer drayman, runs here: give one of them another name, or update this one",
         ));
@@ -74,7 +74,7 @@ pub fn companions(driver: &str, releases: &BTreeSet<String>) -> Option<DoctorFin
     })
 }
 
-/// The same as [`unserved`] in classic mode, for drivers with inventories: a companion that stops says so in its inventory.
+/// The same as [`unserved`] in classic mode, for drivers with inventories: a companion that stops sets its inventory to not ready.
 pub fn unserved_inventories(inventories: &[NodeInventory], claims: &[ResourceClaim]) -> Vec<DoctorFinding> {
     let is_ready = |inventory: &&NodeInventory| {
         let mut conditions = inventory.status.iter().flat_map(|status| &status.conditions);
@@ -91,8 +91,8 @@ pub fn unserved_inventories(inventories: &[NodeInventory], claims: &[ResourceCla
     unserved(&held.collect(), &served.iter().map(String::as_str).collect())
 }
 
-/// Reports claims with devices of drivers that nothing serves, as after a change of the driver's name. `held` maps drivers to claims. A
-/// warning, because a driver of another vendor may just be restarting.
+/// Reports claims with devices of drivers that no node serves, for example after a change of the driver's name. `held` maps drivers to
+/// claims. A warning, because a driver of another vendor may just be restarting.
 pub fn unserved(held: &BTreeMap<&str, BTreeSet<String>>, served: &BTreeSet<&str>) -> Vec<DoctorFinding> {
     let unserved = held.iter().filter(|(driver, _)| !served.contains(*driver));
     unserved
@@ -100,10 +100,10 @@ pub fn unserved(held: &BTreeMap<&str, BTreeSet<String>>, served: &BTreeSet<&str>
             DoctorFinding::warning(
                 CHECK,
                 format!(
-                    "no node serves driver {driver} now, whose devices these claims have: {}; pods with them can neither start nor terminate",
+                    "no node serves driver {driver}, but these claims have its devices: {}; their pods can neither start nor terminate",
                     some(claims)
                 ),
-                "start its node programs; if it is the former name of a release of drayman, set driverName back until these claims are deleted",
+                "start its node plugins; if a release of drayman had this driver name before, set driverName back until these claims are deleted",
             )
         })
         .collect()
@@ -115,7 +115,7 @@ mod tests {
     use crate::cli::diagnose::doctor::Level;
 
     #[test]
-    fn two_who_serve_one_name_are_both_named() {
+    fn two_installations_of_one_name_are_both_named() {
         let leaders = BTreeMap::from([
             ("one".to_owned(), "pod-a".to_owned()),
             ("other".to_owned(), "pod-b".to_owned()),
@@ -125,7 +125,7 @@ mod tests {
             "the resource handle has no data".to_owned(),
         )]);
         let roles = ["a-controller.one".to_owned(), "b-controller.other".to_owned()];
-        let findings = judge("drayman.dev", &leaders, &roles, &unreadable);
+        let findings = findings("drayman.dev", &leaders, &roles, &unreadable);
         assert!(findings.iter().all(|finding| finding.level == Level::Problem));
         for (finding, parts) in findings.iter().zip([
             ["pod-a in namespace one", "pod-b in namespace other"],
@@ -141,10 +141,10 @@ mod tests {
     }
 
     #[test]
-    fn one_installation_is_nothing_to_speak_of() {
+    fn one_installation_has_no_finding() {
         let leaders = BTreeMap::from([("one".to_owned(), "pod-a".to_owned())]);
         let roles = ["drayman-controller.one".to_owned()];
-        assert_eq!(judge("drayman.dev", &leaders, &roles, &BTreeMap::new()), []);
+        assert_eq!(findings("drayman.dev", &leaders, &roles, &BTreeMap::new()), []);
     }
 
     #[test]
@@ -195,11 +195,11 @@ mod tests {
             }))
             .unwrap()
         };
-        let judge =
+        let count =
             |status: &str, claims: &[ResourceClaim]| unserved_inventories(&[inventory(status)], claims).len();
         let claims = [claim];
-        assert_eq!(judge("False", &claims), 1);
-        assert_eq!(judge("True", &claims), 0);
-        assert_eq!(judge("False", &[]), 0);
+        assert_eq!(count("False", &claims), 1);
+        assert_eq!(count("True", &claims), 0);
+        assert_eq!(count("False", &[]), 0);
     }
 }

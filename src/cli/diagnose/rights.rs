@@ -89,7 +89,7 @@ const NODE: [PolicyRule; 4] = [
 /// A companion's cluster-wide permissions in structured mode.
 const STRUCTURED_NODE: [PolicyRule; 3] = [
     rule("", &["nodes"], &["get"]),
-    rule("resource.k8s.io", &["resourceclaims"], &["get"]),
+    rule("resource.k8s.io", &["resourceclaims"], &["get", "list"]),
     rule(
         "resource.k8s.io",
         &["resourceslices"],
@@ -178,7 +178,7 @@ pub fn needed(component: Component, lease: Option<&LeaseName>, mode_both: bool) 
     rights
 }
 
-/// Returns the permissions that a companion needs in structured mode. The controller has nothing to do there.
+/// Returns the permissions that a companion needs in structured mode. No controller runs in that mode.
 pub fn needed_in_structured_mode() -> Vec<Right> {
     let mut rights = everywhere(&STRUCTURED_NODE);
     rights.extend(each(&NODE_EVENTS, EVENTS_NAMESPACE, ""));
@@ -209,12 +209,12 @@ fn each(rule: &PolicyRule, namespace: &str, name: &str) -> Vec<Right> {
 }
 
 /// Reports the permissions that a component's account lacks.
-pub fn judge(component: Component, account: &str, missing: &[Right]) -> Vec<DoctorFinding> {
+pub fn findings(component: Component, account: &str, missing: &[Right]) -> Vec<DoctorFinding> {
     let check = "rights";
     if missing.is_empty() {
         return vec![DoctorFinding::fine(
             check,
-            format!("{account} may do what the {component} needs"),
+            format!("{account} has all permissions that the {component} needs"),
         )];
     }
     missing
@@ -224,7 +224,7 @@ pub fn judge(component: Component, account: &str, missing: &[Right]) -> Vec<Doct
                 check,
                 format!("{account} may not {right}, which the {component} needs"),
                 format!(
-                    "add the verb {} on {} of the API group {:?} to a role of this account; the chart's have it (rbac.create)",
+                    "add the verb {} on {} of the API group {:?} to a role of this account; the chart's roles have it (rbac.create)",
                     right.verb, right.resource, right.group
                 ),
             )
@@ -245,13 +245,13 @@ mod tests {
     }
 
     #[test]
-    fn a_right_that_is_missing_is_named_by_verb_and_resource() {
+    fn a_missing_right_is_named_by_verb_and_resource() {
         let all = needed(Component::Controller, Some(&lease("drayman")), false);
         let missing: Vec<Right> = all
             .into_iter()
             .filter(|right| right.resource == "resourceclaims/status" || right.verb == "update")
             .collect();
-        let findings = judge(Component::Controller, "system:serviceaccount:a:b", &missing);
+        let findings = findings(Component::Controller, "system:serviceaccount:a:b", &missing);
         let messages: Vec<&str> = findings.iter().map(|finding| finding.message.as_str()).collect();
         assert_eq!(
             messages,
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn only_who_elects_a_leader_needs_leases_and_only_there() {
+    fn only_leader_election_needs_leases() {
         let leases = |rights: &[Right]| {
             rights
                 .iter()
@@ -285,7 +285,7 @@ mod tests {
                 "list drayman.dev in "
             ]
         );
-        assert_eq!(judge(Component::Node, "x", &[])[0].level, Level::Fine);
+        assert_eq!(findings(Component::Node, "x", &[])[0].level, Level::Fine);
     }
 
     #[test]

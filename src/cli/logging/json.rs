@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_cannot_pass_for_one_of_the_keys() {
+    fn fields_cannot_replace_the_keys() {
         let object = parsed(|| tracing::info!(level = "fake", ts = 0, "real"));
 
         assert_eq!(object["level"], "info");

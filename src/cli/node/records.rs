@@ -50,7 +50,7 @@ pub(super) struct ReleaseArguments {
     output: OutputFlags,
 }
 
-/// Which records.
+/// Location of the records.
 #[derive(Clone, Debug, clap::Args)]
 struct StorageFlags {
     #[command(flatten)]
@@ -212,8 +212,7 @@ fn or_unknown(text: &str) -> &str {
 /// Formats one line per device that a container holds without a claim.
 fn in_containers(devices: Option<&BTreeMap<String, String>>) -> String {
     let Some(devices) = devices else {
-        return "No companion runs: what containers have got as extended resources is not known.\n"
-            .to_owned();
+        return "No companion runs: devices allocated as extended resources are unknown.\n".to_owned();
     };
     let line = |(device, holder): (&String, &String)| {
         let text = format!("{device}: {holder} has it as an extended resource, and no claim");
@@ -234,11 +233,11 @@ mod tests {
             "a: container main of pod default/p has it as an extended resource, and no claim\n"
         );
         assert_eq!(in_containers(Some(&BTreeMap::new())), "");
-        assert!(in_containers(None).contains("not known"));
+        assert!(in_containers(None).contains("are unknown"));
     }
 
     #[test]
-    fn holdings_are_shown_in_columns_with_what_is_not_known() {
+    fn holdings_are_shown_in_columns_with_unknown_values() {
         let known = Holding {
             claim_uid: "u-1".into(),
             claim_namespace: "default".into(),

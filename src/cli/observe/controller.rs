@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_under_way_adds_up_to_the_moment_that_somebody_asks() {
+    fn unfinished_time_grows_until_the_scrape() {
         let at = |seconds| Moment::new(Duration::from_secs(seconds));
         let queue = QueueStatistics {
             under_way: 2,

@@ -11,7 +11,7 @@ mod process;
     not(test),
     expect(
         dead_code,
-        reason = "what only docs/reference/metrics.md has, which is made from it"
+        reason = "only docs/reference/metrics.md has these fields; it is generated from them"
     )
 )]
 mod reasons;
@@ -21,7 +21,7 @@ mod server;
     not(test),
     expect(
         dead_code,
-        reason = "what only docs/reference/metrics.md has, which is made from it"
+        reason = "only docs/reference/metrics.md has these fields; it is generated from them"
     )
 )]
 mod table;

@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_are_read_from_what_the_kernel_writes() {
+    fn metrics_are_parsed_from_proc_files() {
         let stat = "7 (a) b) S 1 7 7 0 -1 4194560 1 0 0 0 250 50 0 0 20 0 1 0 12 1 1";
         assert_eq!(processor_time(stat, 100), Some(3.0));
         assert_eq!(
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_has_them_all() {
+    fn this_process_has_all_metrics() {
         let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
         assert!(processor_time(&stat, rustix::param::clock_ticks_per_second()).is_some());
         let status = std::fs::read_to_string("/proc/self/status").unwrap();

@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_request_that_is_given_up_is_counted_as_an_error() {
+    async fn an_abandoned_request_is_counted_as_an_error() {
         let mut registry = Registry::default();
         let requests = Requests::register(&mut registry);
         let silent = tower::service_fn(|_: Request<()>| std::future::pending::<Result<Response<()>, ()>>());

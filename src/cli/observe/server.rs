@@ -29,7 +29,7 @@ const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset
 /// Content type for all other clients.
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Where metrics and probes are served.
+/// Addresses of metrics and probes.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Observability")]
 pub(crate) struct ObserveFlags {
@@ -270,7 +270,7 @@ mod tests {
     }
 
     /// A client of an API server that grants nothing.
-    fn nobody() -> Client {
+    fn no_rights() -> Client {
         api_server(|_| json!({}))
     }
 
@@ -310,7 +310,7 @@ mod tests {
         let (sender, registration_status) = watch::channel(RegistrationStatus::starting());
         let observer = Observer::of_node(Arc::default(), registration_status);
         observer
-            .serve(flags, readiness, nobody(), &shutdown)
+            .serve(flags, readiness, no_rights(), &shutdown)
             .await
             .unwrap();
 
@@ -366,7 +366,7 @@ mod tests {
         };
         let shutdown = CancellationToken::new();
         Observer::new("controller")
-            .serve(both.clone(), never(), nobody(), &shutdown)
+            .serve(both.clone(), never(), no_rights(), &shutdown)
             .await
             .unwrap();
         assert!(ask(address, "/livez").await.starts_with("HTTP/1.1 200"));
@@ -376,7 +376,7 @@ mod tests {
                 .contains("component=\"controller\"")
         );
         let refusal = Observer::new("controller")
-            .serve(both, never(), nobody(), &shutdown)
+            .serve(both, never(), no_rights(), &shutdown)
             .await
             .expect_err("it is taken")
             .to_string();
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nothing_is_served_unless_asked_for() {
+    async fn nothing_is_served_by_default() {
         let nowhere = ObserveFlags {
             metrics_bind_address: Bind::Nowhere,
             health_probe_bind_address: Bind::Nowhere,
@@ -396,7 +396,7 @@ mod tests {
         };
         let shutdown = CancellationToken::new();
         Observer::new("node")
-            .serve(nowhere, never(), nobody(), &shutdown)
+            .serve(nowhere, never(), no_rights(), &shutdown)
             .await
             .unwrap();
     }
@@ -523,7 +523,7 @@ mod tests {
         let refused = async |flags: ObserveFlags| {
             let shutdown = CancellationToken::new();
             let served = Observer::new("node")
-                .serve(flags, never(), nobody(), &shutdown)
+                .serve(flags, never(), no_rights(), &shutdown)
                 .await;
             served.expect_err("it is refused").to_string()
         };
@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_written_as_for_the_components_of_kubernetes() {
+    fn addresses_have_the_kubernetes_syntax() {
         assert_eq!(bind_address("0"), Ok(Bind::Nowhere));
         assert_eq!(bind_address(":8080"), Ok(Bind::At("[::]:8080".parse().unwrap())));
         assert_eq!(

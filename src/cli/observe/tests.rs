@@ -138,12 +138,12 @@ fn the_metrics_page_has_every_series_label_and_reason() {
     let missing: Vec<&str> = renewed.lines().filter(|line| !page.contains(line)).collect();
     assert!(
         page == renewed,
-        "docs/reference/metrics.md is not what the tables say; run `make generate`: missing: {missing:#?}"
+        "docs/reference/metrics.md differs from the tables; run `make generate`: missing: {missing:#?}"
     );
 }
 
 #[test]
-fn words_are_in_order_and_none_comes_twice() {
+fn words_are_sorted_and_unique() {
     let events: Vec<&str> = EVENTS.iter().map(|event| event.word).collect();
     assert!(events.is_sorted_by(|a, b| a < b), "{events:?}");
     assert!(REFUSALS.is_sorted_by(|a, b| a.0 < b.0));
@@ -233,7 +233,7 @@ fn each_component_has_exactly_its_series_from_the_start() {
 }
 
 #[test]
-fn reasons_of_events_are_there_at_zero_each_at_its_component() {
+fn each_event_reason_starts_at_zero_at_its_component() {
     for (of, observer) in observers() {
         let text = metrics_of(&observer);
         for event in EVENTS {

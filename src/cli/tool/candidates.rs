@@ -1,5 +1,5 @@
-//! Names from the cluster where Tab is pressed. Without an answer in time there are none: the shell must not hang, and it
-//! cannot show an error.
+//! Completion of names from the cluster. Without an answer in time there are no candidates: the shell must not hang, and it cannot show
+//! an error.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -90,7 +90,7 @@ fn of_devices(names: impl Fn(&DeviceTable) -> BTreeSet<String>) -> BTreeSet<Stri
     })
 }
 
-/// The defaults of all flags: the engine does not tell the values of others.
+/// The defaults of all flags: the completion engine does not pass the values of other flags.
 #[derive(Parser)]
 struct Defaults {
     #[command(flatten)]

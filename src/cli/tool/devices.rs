@@ -110,12 +110,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
 impl Arguments {
     fn selects(&self, device: &DeviceRow) -> bool {
         let driver = &self.cluster.driver.name;
-        let is =
-            |wanted: &Option<String>, found: &str| wanted.as_deref().is_none_or(|wanted| wanted == found);
+        let is = |asked: &Option<String>, found: &str| asked.as_deref().is_none_or(|asked| asked == found);
         self.namespace.has(device)
             && is(&self.node, &device.node)
             && is(&self.kind, &device.kind)
-            && self.state.is_none_or(|wanted| wanted == device.state)
+            && self.state.is_none_or(|asked| asked == device.state)
             && self
                 .selector
                 .as_ref()
@@ -337,7 +336,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_watch_prints_what_changed() {
+    async fn a_watch_prints_changed_devices() {
         let all = [camera("a"), camera("b"), camera("c")];
         let read = async |devices: &[serde_json::Value], claims: &[serde_json::Value]| {
             let slices = [slice("node-a", json!(devices))];
@@ -396,7 +395,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_cluster_without_v1_is_read_as_before() {
+    async fn a_cluster_without_v1_is_read_in_classic_mode() {
         let server = Server::default().with("/apis/drayman.dev/v1alpha1/nodeinventories", &[]);
         let answer = read_table(&server.client(), DRIVER, &or_shop()).await.unwrap();
         assert_eq!(answer, (DeviceTable::default(), ClaimScope::NotServed));

@@ -63,7 +63,7 @@ pub(crate) struct Arguments {
     )]
     kubelet_config: PathBuf,
 
-    /// Removed; the error names its successor
+    /// Removed; the error names the replacement
     #[arg(long = "containerd-config", hide = true, value_parser = without_containerd_config)]
     _containerd_config: Option<String>,
 
@@ -84,7 +84,7 @@ pub(crate) struct Arguments {
 }
 
 fn without_containerd_config(_: &str) -> Result<String, &'static str> {
-    Err("containerd is asked for its configuration: give its socket by --container-runtime-socket")
+    Err("containerd itself is asked for its configuration: set its socket with --container-runtime-socket")
 }
 
 /// Prints the findings.
@@ -155,9 +155,9 @@ async fn check_classic(
     let mut defined = true;
     match read::all::<CustomResourceDefinition>(client).await {
         Ok(found) => {
-            let judged = definitions(crd::definition_names(), crd::VERSION, &found);
-            defined = judged.iter().all(|finding| finding.level == Level::Fine);
-            findings.extend(judged);
+            let checked = definitions(crd::definition_names(), crd::VERSION, &found);
+            defined = checked.iter().all(|finding| finding.level == Level::Fine);
+            findings.extend(checked);
         }
         Err(error) => note(error),
     }
@@ -220,7 +220,7 @@ async fn check_classic(
     findings
 }
 
-/// Looks for other installations with the same driver name, and for claims of drivers that nothing serves. `None` if claims and inventories
+/// Looks for other installations with the same driver name, and for claims of drivers that no node serves. `None` if claims and inventories
 /// cannot be read.
 async fn check_other_installations(
     client: &Client,
@@ -243,7 +243,7 @@ async fn check_other_installations(
         None => Vec::new(),
     };
     let unreadable = devices(driver, &[], &claims).unreadable;
-    let mut findings = overlap::judge(driver, &leaders, &roles, &unreadable);
+    let mut findings = overlap::findings(driver, &leaders, &roles, &unreadable);
     findings.extend(overlap::unserved_inventories(
         inventories.unwrap_or_default(),
         &claims,

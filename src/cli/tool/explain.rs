@@ -69,7 +69,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     })?;
     let Some(answer) = answer else {
         eprintln!(
-            "error: there is no {} here; is the namespace right (-n)?",
+            "error: {} does not exist; check the namespace (-n)",
             arguments.object.join("/")
         );
         return Ok(ExitCode::FAILURE);
@@ -106,8 +106,8 @@ async fn explain_object(
     }
 }
 
-/// Explains the claims of the pod; without a pod, the claim of this name. For classic mode, and clusters without claims. `None` if it does not
-/// exist.
+/// Explains the claims of the pod; without a pod, the claim of this name. For classic mode, and clusters without claims. `None` if it does
+/// not exist.
 async fn explain_claims(
     client: &Client,
     namespace: &str,
@@ -189,8 +189,8 @@ impl Reading<'_> {
                     .map(|node| (node.clone(), None))
                     .collect();
             }
-            let judged_by_driver = evaluations.iter().all(|evaluation| evaluation.wants.is_some());
-            if matches!(self.claims.scope, ClaimScope::Namespace(_)) || !judged_by_driver {
+            let evaluated_by_driver = evaluations.iter().all(|evaluation| evaluation.wants.is_some());
+            if matches!(self.claims.scope, ClaimScope::Namespace(_)) || !evaluated_by_driver {
                 ask_controller(&mut evaluations, found, context);
             }
         }
@@ -231,15 +231,15 @@ impl Reading<'_> {
             let served = class.driver_name == self.driver && class.structured_parameters != Some(true);
             served.then(|| (claim.clone(), class.clone()))
         };
-        let wanted: Vec<_> = found.iter().map(|(_, found)| ours(*found)).collect();
-        if wanted.iter().all(Option::is_none) {
+        let pending: Vec<_> = found.iter().map(|(_, found)| ours(*found)).collect();
+        if pending.iter().all(Option::is_none) {
             return Ok(evaluations);
         }
         // The driver's watches would retry a forbidden list forever.
         match read::can_list::<NodeInventory>(self.client).await {
             Err(error) if read::is_forbidden(&error) => {
                 eprintln!(
-                    "note: you may not list nodeinventories; nodes are judged only by what the controller has written into the pod's \
+                    "note: you may not list nodeinventories; nodes are evaluated only from the controller's entries in the pod's \
                      scheduling context (an operator can set rbac.readInventoriesByAuthenticated)"
                 );
                 return Ok(evaluations);
@@ -255,15 +255,15 @@ impl Reading<'_> {
         driver.observe(&Observation::All(holdings.collect())).await;
         tokio::time::timeout(READY_LIMIT, driver.ready()).await.context(
             "the inventories and parameters cannot be read: you need the right to list and watch nodeinventories, \
-             deviceclassparameters and deviceclaimparameters (and `drayman doctor` says whether they are defined)",
+             deviceclassparameters and deviceclaimparameters (`drayman doctor` shows whether they are defined)",
         )?.map_err(anyhow::Error::from)?;
         let (mut requests, mut asked) = (Vec::new(), Vec::new());
-        for ((wanted, (entry, _)), evaluation) in wanted.into_iter().zip(found).zip(&mut evaluations) {
-            let Some((claim, class)) = wanted else { continue };
+        for ((pending, (entry, _)), evaluation) in pending.into_iter().zip(found).zip(&mut evaluations) {
+            let Some((claim, class)) = pending else { continue };
             let parameters = async {
                 let class_parameters = driver.class_parameters(&class).await?;
-                let demand = driver.claim_parameters(&claim, &class, &class_parameters).await?;
-                Ok::<_, crate::driver::DriverError>((class_parameters, demand))
+                let claim_parameters = driver.claim_parameters(&claim, &class, &class_parameters).await?;
+                Ok::<_, crate::driver::DriverError>((class_parameters, claim_parameters))
             };
             match parameters.await {
                 Ok((class_parameters, claim_parameters)) => {
@@ -279,12 +279,12 @@ impl Reading<'_> {
         }
         let nodes = self.nodes().await?;
         let no_pod = Pod::default();
-        let verdicts = driver
+        let unsuitable = driver
             .unsuitable_nodes(pod.unwrap_or(&no_pod), &requests, &nodes)
             .await
             .context("the driver cannot evaluate the nodes")?;
-        for (evaluation, verdict) in asked.into_iter().zip(verdicts) {
-            let reason = |node: &String| (node.clone(), verdict.get(node).cloned());
+        for (evaluation, unsuitable) in asked.into_iter().zip(unsuitable) {
+            let reason = |node: &String| (node.clone(), unsuitable.get(node).cloned());
             evaluation.nodes = nodes.iter().map(reason).collect();
         }
         Ok(evaluations)
@@ -323,8 +323,10 @@ fn ask_controller(
             .filter(|written| entry.is_some_and(|entry| entry.name == written.name));
         for node in written.flat_map(|written| &written.unsuitable_nodes) {
             if let Some(reason @ None) = evaluation.nodes.get_mut(node) {
-                *reason =
-                    Some("not by the controller's word, which knows claims that you may not read".to_owned());
+                *reason = Some(
+                    "the controller reports it as unsuitable; it knows claims that you may not read"
+                        .to_owned(),
+                );
             }
         }
     }
@@ -335,8 +337,8 @@ fn class_of<'a>(claim: &ResourceClaim, classes: &'a [ResourceClass]) -> Option<&
     classes.iter().find(|class| class.metadata.name.as_ref() == name)
 }
 
-fn in_words(demand: &DeviceRequests) -> String {
-    let mut parts: Vec<String> = demand
+fn in_words(requested: &DeviceRequests) -> String {
+    let mut parts: Vec<String> = requested
         .requests()
         .iter()
         .map(|request| {
@@ -349,10 +351,10 @@ fn in_words(demand: &DeviceRequests) -> String {
                 1 => " that match a selector".to_owned(),
                 number => format!(" that match {number} selectors"),
             };
-            format!("{number} of kind {}{selected}", demand.kind())
+            format!("{number} of kind {}{selected}", requested.kind())
         })
         .collect();
-    for constraint in demand.constraints() {
+    for constraint in requested.constraints() {
         parts.push(format!("with an equal {}", constraint.attribute()));
     }
     parts.join(", ")

@@ -96,7 +96,7 @@ async fn read_metrics(client: &Client, path: &str, deadline: Instant) -> Result<
     }
 }
 
-/// Looks for symptoms of the gate being off in components that cannot be asked.
+/// Looks for symptoms of a disabled gate in components without accessible metrics.
 pub(super) async fn check_symptoms(client: &Client) -> Result<Vec<DoctorFinding>, Error> {
     let (pods, claims) = (read::all(client).await?, read::all(client).await?);
     let contexts = read::all(client).await?;

@@ -39,7 +39,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
         let items = if arguments.this_driver {
             of_this_driver(&client, driver).await?
         } else {
-            of_everybody(&client).await?
+            of_all_drivers(&client).await?
         };
         let driver = arguments.this_driver.then(|| driver.clone());
         Ok(Leftovers { items, driver })
@@ -79,7 +79,7 @@ impl Printable for Leftovers {
     }
 }
 
-async fn of_everybody(client: &Client) -> Result<Vec<Dependent>, Error> {
+async fn of_all_drivers(client: &Client) -> Result<Vec<Dependent>, Error> {
     let classes = match read::all(client).await {
         Err(error) if read::is_not_served(&error) => {
             let cause = "this API server does not serve resource.k8s.io/v1alpha2. Objects may remain from the time when it did, but only an \
@@ -120,7 +120,7 @@ fn text(style: Style, left: &[Dependent]) -> String {
             dependent.kind,
             &dependent.name,
             dependent.driver.as_deref().unwrap_or_default(),
-            &dependent.standing,
+            &dependent.status,
         ])
     });
     table(style, ["KIND", "NAME", "DRIVER", "STATUS"], rows.collect())
@@ -131,7 +131,7 @@ fn text_of_this_driver(style: Style, driver: &str, left: &[Dependent]) -> String
     if left.is_empty() {
         return format!("No claim holds anything of driver {driver}.\n");
     }
-    let rows = left.iter().map(|claim| row([&claim.name, &claim.standing]));
+    let rows = left.iter().map(|claim| row([&claim.name, &claim.status]));
     table(style, ["CLAIM", "STATUS"], rows.collect())
         + &format!(
             "\nDelete the pods that use these claims, then the remaining claims, and wait until all are gone. Then uninstall \
@@ -152,7 +152,7 @@ mod tests {
         let names = async |driver: &str| {
             let left = of_this_driver(&server.clone().client(), driver).await;
             let left = left.unwrap().into_iter();
-            left.map(|claim| (claim.name, claim.standing)).collect::<Vec<_>>()
+            left.map(|claim| (claim.name, claim.status)).collect::<Vec<_>>()
         };
         let one = ("shop/one".to_owned(), "allocated, used by pod till".to_owned());
         assert_eq!(names(DRIVER).await, [one]);

@@ -75,7 +75,7 @@ async fn runtime(sockets: &[&Path], cdi_root: &Path) -> Vec<DoctorFinding> {
     }
     let paths: Vec<String> = sockets.iter().map(|path| path.display().to_string()).collect();
     vec![
-        without_runtime(&format!("nobody listens at {}", paths.join(", "))),
+        without_runtime(&format!("no container runtime listens at {}", paths.join(", "))),
         unknown(&causes.join("; ")),
     ]
 }
@@ -170,7 +170,7 @@ fn reads_cdi(runtime: &RuntimeInfo, cdi_root: &Path) -> Vec<DoctorFinding> {
         }
         None => vec![DoctorFinding::note(
             CDI,
-            format!("{name} does not tell whether it reads CDI files; CRI-O does by default"),
+            format!("{name} does not report whether it reads CDI files; CRI-O reads them by default"),
         )],
     }
 }
@@ -211,7 +211,7 @@ fn directories(kubelet_root: &Path, device_plugins: &Path) -> Vec<DoctorFinding>
             findings.push(DoctorFinding::problem(
                 check,
                 format!("there is no directory {}", directory.display()),
-                "kubelet makes it at its start: is --kubelet-root-dir kubelet's --root-dir?",
+                "kubelet creates it at its start: check that --kubelet-root-dir is kubelet's --root-dir",
             ));
         }
     }
@@ -246,7 +246,10 @@ fn propagation(kubelet_root: &Path, mountinfo: io::Result<Vec<u8>>) -> Option<Do
         Err(error) => return unknown(error.to_string()),
     };
     let Some((point, is_shared)) = mounts::below(&mountinfo, real.as_os_str().as_bytes()) else {
-        return unknown(format!("nothing that it lies on, in {} bytes", mountinfo.len()));
+        return unknown(format!(
+            "no mount contains it in the {} bytes read",
+            mountinfo.len()
+        ));
     };
     let point = String::from_utf8_lossy(&point).into_owned();
     Some(if is_shared {
@@ -257,7 +260,7 @@ fn propagation(kubelet_root: &Path, mountinfo: io::Result<Vec<u8>>) -> Option<Do
             format!("{root} lies on {point}, which is not a shared mount"),
             format!(
                 "if there are kinds of mode both, or with node.readKubeletState in the chart: mount --make-rshared {point}, \
-                 and see that it stays so after a boot"
+                 and make this permanent"
             ),
         )
     })
@@ -318,7 +321,7 @@ fn socket_lengths(driver: &str, kubelet_root: &Path) -> DoctorFinding {
                 "{} has {length} bytes, and a socket's path has at most {SOCKET_PATH_MAX}",
                 longest.display()
             ),
-            "take a shorter driver name, or a shorter root directory for kubelet",
+            "use a shorter driver name, or a shorter root directory for kubelet",
         )
     }
 }
@@ -329,7 +332,7 @@ mod tests {
     use crate::cli::diagnose::doctor::Level;
 
     #[test]
-    fn kubelet_s_file_is_read_for_the_gate() {
+    fn the_gate_is_read_from_kubelets_file() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("config.yaml");
         let level = |content: &str| {
@@ -355,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_kubelet_is_told_so() {
+    fn a_machine_without_kubelet_is_reported() {
         let directory = tempfile::tempdir().unwrap();
         let worst = |findings: Vec<DoctorFinding>| findings.into_iter().map(|finding| finding.level).max();
         let plugins = directory.path().join("device-plugins");
@@ -376,16 +379,16 @@ mod tests {
     }
 
     #[test]
-    fn a_root_directory_on_a_mount_that_is_not_shared_is_told() {
+    fn a_root_directory_on_an_unshared_mount_is_reported() {
         let directory = tempfile::tempdir().unwrap();
-        let judge = |fields: &str, root: &Path| {
+        let level = |fields: &str, root: &Path| {
             let mountinfo = format!("22 1 8:1 / / rw {fields}- ext4 /dev/sda1 rw\n");
             propagation(root, Ok(mountinfo.into_bytes())).map(|finding| finding.level)
         };
-        assert_eq!(judge("shared:1 ", directory.path()), Some(Level::Fine));
-        assert_eq!(judge("", directory.path()), Some(Level::Warning));
-        assert_eq!(judge("master:1 ", directory.path()), Some(Level::Warning));
-        assert_eq!(judge("", &directory.path().join("gone")), None);
+        assert_eq!(level("shared:1 ", directory.path()), Some(Level::Fine));
+        assert_eq!(level("", directory.path()), Some(Level::Warning));
+        assert_eq!(level("master:1 ", directory.path()), Some(Level::Warning));
+        assert_eq!(level("", &directory.path().join("gone")), None);
         // An unknown result is a note.
         let unknown = [Ok(Vec::new()), Err(io::Error::other("no /proc"))];
         for mountinfo in unknown {
@@ -443,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn the_running_runtime_tells_whether_it_reads_cdi_files() {
+    fn the_runtime_reports_whether_it_reads_cdi_files() {
         let on = r#"{"enableCDI":true,"cdiSpecDirs":["/opt/cdi","/srv/cdi"],"enableSelinux":false}"#;
         let levels = |root: &str| {
             cdi("containerd 1.7.27", on, root)

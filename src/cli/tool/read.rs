@@ -155,7 +155,7 @@ where
             (Err(error), Namespaces::AllOr(namespace)) if is_forbidden(&error) => {
                 eprintln!(
                     "note: you may not list resourceclaims.resource.k8s.io in all namespaces; those of namespace {namespace} are read, and \
-                     what claims of others hold is not known"
+                     devices held by claims in other namespaces are unknown"
                 );
                 namespace
             }
@@ -211,7 +211,7 @@ where
 
 /// The API server does not serve the kind.
 #[derive(Debug, thiserror::Error)]
-#[error("the API server does not serve it: `drayman doctor` says what is missing")]
+#[error("the API server does not serve it; `drayman doctor` shows the cause")]
 struct NotServed;
 
 /// Converts an API error. For a path that is not served, the API server's own message is only "not found".

@@ -13,7 +13,7 @@ use crate::cli::diagnose::doctor::DoctorFinding;
 use crate::cli::diagnose::nodes::{not_running, runtime_sockets};
 use crate::cli::diagnose::overlap;
 use crate::cli::diagnose::rights::{
-    Component, LeaseName, Right, judge, needed, needed_for_reviews, needed_in_structured_mode,
+    Component, LeaseName, Right, findings, needed, needed_for_reviews, needed_in_structured_mode,
 };
 use crate::cli::error::Error;
 use crate::cli::objects::{EnvVar, PartialPod};
@@ -72,7 +72,7 @@ pub(super) async fn check_pods(
                 findings.push(DoctorFinding::note(
                     "controller",
                     format!(
-                        "{} runs a controller, which has nothing to do here (controller.enabled of the chart)",
+                        "{} runs a controller, which structured mode does not use (controller.enabled of the chart)",
                         account.user
                     ),
                 ));
@@ -84,8 +84,8 @@ pub(super) async fn check_pods(
     Ok(findings)
 }
 
-/// Returns the releases of this driver's companions, as `NAMESPACE/RELEASE`. Companions that no release labels count by their account. During an
-/// update, the companions of one release may have two accounts.
+/// Returns the releases of this driver's companions, as `NAMESPACE/RELEASE`. Companions without a release's label count by their account.
+/// During an update, the companions of one release may have two accounts.
 fn releases(pods: &[PartialPod], driver: &str) -> BTreeSet<String> {
     let release = |pod: &PartialPod| {
         let account = account(pod, driver).filter(|account| account.component == Component::Node)?;
@@ -214,7 +214,7 @@ async fn check(
         .try_collect()
         .await?;
     missing.sort();
-    Ok(judge(account.component, &account.user, &missing))
+    Ok(findings(account.component, &account.user, &missing))
 }
 
 async fn is_allowed(client: &Client, user: &str, right: &Right) -> anyhow::Result<bool> {
@@ -249,7 +249,7 @@ async fn is_allowed(client: &Client, user: &str, right: &Right) -> anyhow::Resul
     let answer = Api::all(client.clone())
         .create(&PostParams::default(), &review)
         .await
-        .context("cannot ask what an account may do")?;
+        .context("cannot review the permissions of an account")?;
     Ok(answer.status.is_some_and(|status| status.allowed))
 }
 

@@ -51,8 +51,8 @@ impl AttributeSelector {
                 .or_else(ours)
         };
         self.0.iter().all(|requirement| match requirement {
-            AttributeRequirement::Equals(name, wanted) => value(name) == Some(wanted),
-            AttributeRequirement::Differs(name, unwanted) => value(name) != Some(unwanted),
+            AttributeRequirement::Equals(name, expected) => value(name) == Some(expected),
+            AttributeRequirement::Differs(name, excluded) => value(name) != Some(excluded),
             AttributeRequirement::Exists(name) => value(name).is_some(),
             AttributeRequirement::Missing(name) => value(name).is_none(),
         })

@@ -105,7 +105,7 @@ fn status(code: u16, reason: &str) -> Value {
 }
 
 #[test]
-fn the_program_knows_itself_as_a_plugin_of_kubectl_by_its_name() {
+fn the_programs_name_makes_it_a_kubectl_plugin() {
     let name = |program: &str| as_kubectl_plugin(vec![program.into()]).remove(0);
     assert_eq!(name("/usr/local/bin/kubectl-drayman"), "kubectl drayman");
     assert_eq!(name("/usr/local/bin/drayman"), "/usr/local/bin/drayman");

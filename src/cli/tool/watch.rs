@@ -69,7 +69,7 @@ where
     let (a, a_changes) = followed(of_a);
     let (b, b_changes) = of_b.map(followed).unzip();
     let b_changes = futures::stream::iter(b_changes).flatten();
-    // What arrives together is one change.
+    // Events that arrive together are one change.
     let mut events = std::pin::pin!(futures::stream::select(a_changes, b_changes).ready_chunks(1000));
     while let Some(chunk) = events.next().await {
         for error in chunk.into_iter().filter_map(Result::err) {
@@ -117,7 +117,7 @@ mod tests {
     use crate::cli::tool::tests::Server;
 
     #[tokio::test]
-    async fn a_watch_ends_when_nobody_reads_its_output() {
+    async fn a_watch_ends_when_its_output_is_closed() {
         let slices = [slice("node-a", json!([camera("a")]))];
         let server = Server::structured().with("/apis/resource.k8s.io/v1/resourceslices", &slices);
         let mut tables = Vec::new();

@@ -95,7 +95,7 @@ fn no_such(driver: &str, all: &[DeviceRow], asked: &str) -> String {
     let (node, device) = split(asked);
     let mut message = format!("driver {driver} has no device {}", one_line(asked));
     if all.is_empty() {
-        return message + ", and no other: `drayman doctor` says why";
+        return message + ", and no other: `drayman doctor` shows the cause";
     }
     let here = || all.iter().filter(|row| node.is_none_or(|node| node == row.node));
     let elsewhere = || all.iter().filter(|row| row.device == device);
@@ -148,14 +148,14 @@ fn text(row: &DeviceRow) -> String {
         ));
     }
     if row.holders.is_empty() {
-        let nobody = if row.state == DeviceState::Unknown {
-            "not known"
+        let holder = if row.state == DeviceState::Unknown {
+            "unknown"
         } else if row.may_be_in_a_container() {
-            "not by a claim; a container may have it, which its node alone knows"
+            "no claim; possibly a container, which only its node knows"
         } else {
-            "nobody"
+            "none"
         };
-        lines.push(format!("Held by:  {nobody}"));
+        lines.push(format!("Held by:  {holder}"));
     }
     for holder in &row.holders {
         let pods = if holder.pods.is_empty() {
@@ -183,7 +183,7 @@ mod tests {
     use crate::core::allocation::tests::fixture::{DRIVER, inventory};
 
     #[test]
-    fn of_a_name_that_is_not_there_the_likely_ones_are_offered() {
+    fn an_unknown_name_gets_similar_suggestions() {
         let mut table = devices(
             DRIVER,
             &[inventory("node-a", "1", &["camera-1", "camera-2", "radio"])],
@@ -215,12 +215,12 @@ mod tests {
         }
         assert_eq!(
             no_such("a.example", &[], "radio"),
-            "driver a.example has no device radio, and no other: `drayman doctor` says why"
+            "driver a.example has no device radio, and no other: `drayman doctor` shows the cause"
         );
     }
 
     #[test]
-    fn nobody_is_said_of_a_device_only_if_nobody_can_have_it() {
+    fn a_device_without_possible_holder_prints_none() {
         let said = |mode: Mode, shares: Option<u32>| {
             let mut inventory = inventory("node-a", "1", &["a"]);
             for device in &mut inventory.spec.devices {
@@ -230,7 +230,7 @@ mod tests {
             table.devices.iter().map(text).collect::<String>()
         };
         let by_claim = said(Mode::Claims, Some(4));
-        assert!(by_claim.contains("Held by:  nobody\n"), "{by_claim}");
+        assert!(by_claim.contains("Held by:  none\n"), "{by_claim}");
         assert!(
             by_claim.contains("Shares:   0 of 4 held by claims\n"),
             "{by_claim}"
@@ -238,10 +238,13 @@ mod tests {
         for mode in [Mode::ExtendedResource, Mode::Both, Mode::Unknown] {
             let text = said(mode, None);
             assert!(
-                text.contains("Held by:  not by a claim; a container may have it"),
+                text.contains("Held by:  no claim; possibly a container, which only its node knows"),
                 "{text}"
             );
-            assert!(!text.contains("nobody") && !text.contains("Free"), "{text}");
+            assert!(
+                !text.contains("Held by:  none") && !text.contains("Free"),
+                "{text}"
+            );
         }
     }
 }

@@ -242,8 +242,8 @@ impl DeviceAllocator {
         self.available_again(&change)
     }
 
-    /// Releases the devices that were granted to a claim and never recorded in it. Recorded devices stay held until [`DeviceAllocator::observe`]
-    /// shows that they are released. Returns how many devices have become available.
+    /// Releases the devices that were granted to a claim and never recorded in it. Recorded devices stay held until
+    /// [`DeviceAllocator::observe`] shows that they are released. Returns how many devices have become available.
     pub fn deallocate(&mut self, claim: &ResourceClaim) -> usize {
         let uid = claim.metadata.uid.as_deref().unwrap_or_default();
         let recorded = claim.status.allocation_of(&self.driver).is_some();
@@ -307,8 +307,8 @@ impl DeviceAllocator {
             let now = node.device(&device.name).filter(|now| now.mode.serves_claims());
             now.is_none_or(|now| now.kind != device.kind || now.attributes != device.attributes)
         };
-        let former = before.into_iter().flat_map(|before| before.devices());
-        let gone = former.filter(|device| device.mode.serves_claims() && is_gone(device));
+        let previous = before.into_iter().flat_map(|before| before.devices());
+        let gone = previous.filter(|device| device.mode.serves_claims() && is_gone(device));
         let names: BTreeSet<&str> = available.chain(gone).map(|device| &*device.name).collect();
         names.len()
     }
@@ -372,7 +372,7 @@ impl DeviceAllocator {
     }
 
     /// Allocates claims together and holds their devices: on `node`, or on any node that the class allows, starting with the one with the
-    /// most free devices of the wanted kinds, then with the lowest name. A claim that already holds devices on that node gets the same
+    /// most free devices of the requested kinds, then with the lowest name. A claim that already holds devices on that node gets the same
     /// ones, as long as they are available; its unrecorded devices on other nodes are released. `None` if it exceeds the given work.
     pub fn allocate_within(
         &mut self,
@@ -661,14 +661,14 @@ impl Route {
 
     /// The shortage before any node is counted.
     pub fn shortage(&self, requested: &[RequestedClaim<'_>]) -> Shortage {
-        let mut wanted = requested.iter().map(|request| request.device_requests);
-        let Some(first) = wanted.next() else {
+        let mut requests = requested.iter().map(|request| request.device_requests);
+        let Some(first) = requests.next() else {
             return Shortage::default();
         };
         Shortage {
             kind: first.kind().to_owned(),
-            wanted: first.total(),
-            wanted_besides: wanted.map(DeviceRequests::total).sum(),
+            requested_count: first.total(),
+            requested_besides: requests.map(DeviceRequests::total).sum(),
             ..Shortage::default()
         }
     }
@@ -702,11 +702,11 @@ impl Route {
 fn unreadable(claim: &ResourceClaim, nodes: &BTreeSet<Box<str>>, error: &str) -> Finding {
     let nodes = nodes.iter().map(|node| &**node).collect::<Vec<_>>().join(", ");
     let message = format!(
-        "ResourceClaim {} holds something that cannot be read: {error}. Nothing is allocated on {} until \
-         it is gone: upgrade the controller or delete the claim",
+        "ResourceClaim {} has an allocation that cannot be read: {error}. Nothing is allocated on {} until \
+         it is removed: upgrade the controller or delete the claim",
         claim_name(claim),
         if nodes.is_empty() {
-            "the nodes that it names (none)"
+            "its nodes (it names none)"
         } else {
             &nodes
         }

@@ -131,7 +131,7 @@ impl NodeSnapshot {
         let mut answers = Vec::new();
         // For each claim that the search serves, the index of its first request there.
         let mut fits: Vec<Result<ClaimFit, Unsuitable>> = Vec::with_capacity(requested.len());
-        let mut wanted_before: BTreeMap<&str, usize> = BTreeMap::new();
+        let mut requested_before: BTreeMap<&str, usize> = BTreeMap::new();
         for (request, state) in requested.iter().zip(&self.states) {
             fits.push(match state {
                 Some(AllocationState::Recorded(grant)) if *grant.node_uid == *node.uid() => {
@@ -156,12 +156,13 @@ impl NodeSnapshot {
                     match find(&view, held, &room, &mut asks, work) {
                         Ok(found) => {
                             answers = found;
-                            *wanted_before.entry(request.device_requests.kind()).or_default() +=
-                                request.device_requests.total();
+                            *requested_before
+                                .entry(request.device_requests.kind())
+                                .or_default() += request.device_requests.total();
                             Ok(ClaimFit::Found(first))
                         }
                         Err(Unsuitable::Short(mut shortage)) => {
-                            shortage.wanted_besides = wanted_before
+                            shortage.requested_besides = requested_before
                                 .get(request.device_requests.kind())
                                 .copied()
                                 .unwrap_or(0);
@@ -334,10 +335,10 @@ impl<'a> NodeView<'a> {
             };
             ask.requests.push((candidates, count));
         }
-        let wanted = ask.requests.iter().map(|(_, count)| count).sum();
-        if wanted > CLAIM_DEVICES_MAX {
+        let requested_count = ask.requests.iter().map(|(_, count)| count).sum();
+        if requested_count > CLAIM_DEVICES_MAX {
             return Err(Unsuitable::Short(Box::new(Shortage {
-                unmet_condition: Some(UnmetCondition::TooMany { wanted }),
+                unmet_condition: Some(UnmetCondition::TooMany { requested_count }),
                 ..self.shortage(None)
             })));
         }
@@ -358,7 +359,7 @@ impl<'a> NodeView<'a> {
     pub(super) fn shortage(&self, request: Option<&CheckedRequest>) -> Shortage {
         let mut shortage = Shortage {
             kind: self.device_requests.kind().into(),
-            wanted: self.device_requests.total(),
+            requested_count: self.device_requests.total(),
             ..Shortage::default()
         };
         let selectors = request.map_or_else(Vec::new, |request| self.selectors(request));
@@ -398,7 +399,7 @@ impl<'a> NodeView<'a> {
             if candidates.len() < *count {
                 self.spend(request, work)?;
                 return Ok(Shortage {
-                    wanted: *count,
+                    requested_count: *count,
                     ..self.shortage(Some(request))
                 });
             }
@@ -415,13 +416,13 @@ impl<'a> NodeView<'a> {
         for (constraint, equal) in self.device_requests.constraints().iter().zip(&ask.constraints) {
             alone.constraints = vec![equal.clone()];
             if !possible(&alone, work)? {
-                let wanted = constraint
+                let requests = constraint
                     .requests()
                     .iter()
                     .filter_map(|&index| ask.requests.get(index));
                 unmet_condition = UnmetCondition::Equal {
                     attribute: constraint.attribute().to_owned(),
-                    wanted: wanted.map(|(_, count)| count).sum(),
+                    requested_count: requests.map(|(_, count)| count).sum(),
                 };
                 break;
             }
@@ -629,10 +630,10 @@ pub struct Shortage {
     pub unhealthy: usize,
     /// Devices of the kind that claims may not use.
     pub other_mode: usize,
-    /// Number of devices that the claim wants.
-    pub wanted: usize,
+    /// Number of devices that the claim requests.
+    pub requested_count: usize,
     /// Number of devices for the pod's claims before this one.
-    pub wanted_besides: usize,
+    pub requested_besides: usize,
     /// Available devices that do not match a selector, by reason.
     pub misfits: BTreeMap<Misfit, usize>,
     /// A further condition that is not met.
@@ -654,19 +655,19 @@ pub enum Misfit {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnmetCondition {
     /// Too few devices have an equal attribute.
-    #[error("no {wanted} of the remaining devices have the same {attribute}")]
+    #[error("no {requested_count} of the remaining devices have the same {attribute}")]
     Equal {
         /// Qualified name of the attribute.
         attribute: String,
         /// Number of devices that must have the same value.
-        wanted: usize,
+        requested_count: usize,
     },
     /// Each constraint can be met, but not all of them together.
     #[error("each constraint can be met, but not all of them together")]
     Together,
     /// A request for all matching devices, some of which are not available.
     #[error(
-        "request {request} wants all {matching} that match, and {unavailable} of them are held or unhealthy"
+        "request {request} is for all {matching} that match, and {unavailable} of them are held or unhealthy"
     )]
     All {
         request: String,
@@ -675,10 +676,12 @@ pub enum UnmetCondition {
         unavailable: usize,
     },
     /// More devices than a claim may have.
-    #[error("the requests for all devices make {wanted}; a claim gets at most {CLAIM_DEVICES_MAX}")]
+    #[error(
+        "the requests for all devices add up to {requested_count}; a claim gets at most {CLAIM_DEVICES_MAX}"
+    )]
     TooMany {
         /// Number of devices of all requests.
-        wanted: usize,
+        requested_count: usize,
     },
 }
 
@@ -719,8 +722,8 @@ impl fmt::Display for Shortage {
             held,
             unhealthy,
             other_mode,
-            wanted,
-            wanted_besides,
+            requested_count,
+            requested_besides,
             misfits,
             unmet_condition,
         } = self;
@@ -752,11 +755,11 @@ impl fmt::Display for Shortage {
         if free > 0 && held + unhealthy + misfits.len() > 0 {
             write!(f, ", {free} free")?;
         }
-        if *wanted > 1 || free > 0 {
-            write!(f, ", {wanted} wanted")?;
+        if *requested_count > 1 || free > 0 {
+            write!(f, ", {requested_count} requested")?;
         }
-        if *wanted_besides > 0 {
-            write!(f, " besides {wanted_besides} for the pod's other claims")?;
+        if *requested_besides > 0 {
+            write!(f, " besides {requested_besides} for the pod's other claims")?;
         }
         Ok(())
     }

@@ -217,7 +217,7 @@ impl AllocationIndex {
         }
     }
 
-    /// Unblocks the nodes that only the claim's former, unreadable allocation blocked.
+    /// Unblocks the nodes that only the claim's previous, unreadable allocation blocked.
     fn leave_unreadable(&mut self, uid: &Arc<str>, before: &HoldingClaim, change: &mut IndexChange) {
         let AllocationState::Unreadable { nodes, .. } = &before.state else {
             return;
@@ -245,11 +245,11 @@ fn conflict(key: &DeviceKey, keeper: &str, other: &str, other_uid: &str) -> Find
         uid: other_uid.to_owned(),
         reason: "DeviceHeldTwice",
         message: format!(
-            "ResourceClaims {keeper} and {other} both hold device {} of node {}; {keeper} keeps it. {other} is taken back \
+            "ResourceClaims {keeper} and {other} both hold device {} of node {}; {keeper} keeps it. {other} is rolled back \
              unless its pod has a node already; then its devices are not prepared, and the pod must be deleted",
             key.device, key.node_name
         ),
-        take_back: true,
+        roll_back: true,
     }
 }
 

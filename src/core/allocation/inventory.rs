@@ -178,7 +178,7 @@ impl Inventory {
 
     /// Replaces the content of an object; `None` if the object was deleted.
     ///
-    /// Returns the former state of each node that has changed. These are two nodes if the object now describes another node.
+    /// Returns the previous state of each node that has changed. These are two nodes if the object now describes another node.
     pub fn set(&mut self, object: &str, node: Option<NodeInfo>) -> Vec<Replaced> {
         let mut replaced = Vec::new();
         let moved_from = self
@@ -235,7 +235,7 @@ impl Inventory {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Replaced {
     pub name: Box<str>,
-    /// Its former state.
+    /// Its previous state.
     pub before: Option<Arc<NodeInfo>>,
 }
 
@@ -325,7 +325,7 @@ pub enum Match {
 const ERRORS_MAX: usize = 4;
 /// The error of a device whose own error is not kept.
 const OTHER_ERROR: &str =
-    "it fails in another way than on other devices; evaluate it with the attributes of this one";
+    "its error differs from those on other devices; evaluate it with the attributes of this one";
 
 /// A set of small numbers, with one bit for each number up to the largest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

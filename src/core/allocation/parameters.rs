@@ -131,7 +131,7 @@ pub struct CheckedRequest {
     selectors: Vec<CheckedSelector>,
 }
 
-/// The number of devices that a request wants.
+/// The number of devices of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Amount {
     /// This many: 1 to [`CLAIM_DEVICES_MAX`].

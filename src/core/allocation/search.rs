@@ -64,7 +64,7 @@ fn narrowed(ask: &Ask, devices: usize, work: &mut WorkBudget) -> Result<Ask, Unf
         if named.is_empty() {
             continue;
         }
-        let wanted: usize = named.iter().map(|(_, count)| count).sum();
+        let requested_count: usize = named.iter().map(|(_, count)| count).sum();
         work.spend(devices + constraint.groups.len())?;
         let mut group_of: Vec<Option<usize>> = vec![None; devices];
         for (number, group) in constraint.groups.iter().enumerate() {
@@ -77,7 +77,7 @@ fn narrowed(ask: &Ask, devices: usize, work: &mut WorkBudget) -> Result<Ask, Unf
         let mut enough: Vec<bool> = constraint
             .groups
             .iter()
-            .map(|group| wanted <= group.len())
+            .map(|group| requested_count <= group.len())
             .collect();
         for (candidates, count) in named {
             work.spend(candidates.len() + enough.len())?;
@@ -102,7 +102,7 @@ fn narrowed(ask: &Ask, devices: usize, work: &mut WorkBudget) -> Result<Ask, Unf
         if groups.is_empty() {
             return Err(Unfit::Impossible);
         }
-        let is_needed = wanted > 1 && groups.len() > 1;
+        let is_needed = requested_count > 1 && groups.len() > 1;
         let rank = |device: &usize| {
             let group = group_of.get(*device).copied().flatten();
             group.filter(|&group| enough.get(group) == Some(&true))
@@ -128,17 +128,17 @@ fn narrowed(ask: &Ask, devices: usize, work: &mut WorkBudget) -> Result<Ask, Unf
     })
 }
 
-/// Keeps one of several equivalent groups. Groups are equivalent if each device has a counterpart with the same room, wanted by the same
+/// Keeps one of several equivalent groups. Groups are equivalent if each device has a counterpart with the same room, in the same
 /// requests, and in the same groups of all other constraints. If one of them leads to no solution, neither does another.
 fn drop_equivalent_groups(room: &[usize], asks: &mut [Ask], work: &mut WorkBudget) -> Result<(), Unfit> {
-    // For each device: the requests that want it, as claim and request; and its groups, as claim, constraint and group.
-    let mut wanted_by: Vec<Vec<(usize, usize)>> = vec![Vec::new(); room.len()];
+    // For each device: the requests that include it, as claim and request; and its groups, as claim, constraint and group.
+    let mut requested_by: Vec<Vec<(usize, usize)>> = vec![Vec::new(); room.len()];
     let mut member_of: Vec<Vec<(usize, usize, usize)>> = vec![Vec::new(); room.len()];
     for (claim, ask) in asks.iter().enumerate() {
         for (index, (candidates, _)) in ask.requests.iter().enumerate() {
             work.spend(candidates.len())?;
             for &device in candidates {
-                wanted_by
+                requested_by
                     .get_mut(device)
                     .into_iter()
                     .for_each(|by| by.push((claim, index)));
@@ -171,7 +171,7 @@ fn drop_equivalent_groups(room: &[usize], asks: &mut [Ask], work: &mut WorkBudge
                         .flatten()
                         .filter(|of| (of.0, of.1) != (claim, index))
                         .collect();
-                    let by = wanted_by.get(device);
+                    let by = requested_by.get(device);
                     error = error.or_else(|| work.spend(1 + others.len() + by.map_or(0, Vec::len)).err());
                     let next = alike.len();
                     marks.push(*alike.entry((room.get(device), by, others)).or_insert(next));
@@ -297,7 +297,7 @@ impl Fit {
 
     /// The cost of a copy, in steps.
     pub fn size(&self) -> usize {
-        let candidates: usize = self.requests.iter().map(|wanted| wanted.candidates.len()).sum();
+        let candidates: usize = self.requests.iter().map(|entry| entry.candidates.len()).sum();
         self.devices.len() + candidates
     }
 
@@ -337,19 +337,19 @@ impl Fit {
 
     /// Assigns one more device to `root`, along the shortest chain of requests that move to another device.
     fn add_one(&mut self, root: usize, work: &mut WorkBudget) -> Result<(), Unfit> {
-        // For each request on the path: the request that wants one of its devices, and that device.
-        let mut wanted_by: Vec<Option<(usize, usize)>> = vec![None; self.requests.len()];
+        // For each request on the path: the request that takes one of its devices, and that device.
+        let mut taken_by: Vec<Option<(usize, usize)>> = vec![None; self.requests.len()];
         let mut queue = VecDeque::from([root]);
         while let Some(request) = queue.pop_front() {
             if let Some(device) = self.candidate_with_room(request, work)? {
-                self.pass_on(root, request, device, &wanted_by);
+                self.pass_on(root, request, device, &taken_by);
                 return Ok(());
             }
-            let Some(wanted) = self.requests.get(request) else {
+            let Some(entry) = self.requests.get(request) else {
                 continue;
             };
             let mut steps = 0;
-            for &device in &wanted.candidates {
+            for &device in &entry.candidates {
                 let taken = self
                     .devices
                     .get(device)
@@ -358,9 +358,9 @@ impl Fit {
                 // If a request of the same claim has the device, only that one is in the way; otherwise all that have it are.
                 let same = taken
                     .iter()
-                    .find(|&&other| self.claim(other) == Some(wanted.claim));
+                    .find(|&&other| self.claim(other) == Some(entry.claim));
                 for &owner in same.map_or(taken, std::slice::from_ref) {
-                    if let Some(way) = wanted_by.get_mut(owner)
+                    if let Some(way) = taken_by.get_mut(owner)
                         && owner != root
                         && owner != request
                         && way.is_none()
@@ -376,11 +376,11 @@ impl Fit {
     }
 
     fn claim(&self, request: usize) -> Option<usize> {
-        self.requests.get(request).map(|wanted| wanted.claim)
+        self.requests.get(request).map(|entry| entry.claim)
     }
 
     fn candidate_with_room(&mut self, request: usize, work: &mut WorkBudget) -> Result<Option<usize>, Unfit> {
-        let Some(wanted) = self.requests.get(request) else {
+        let Some(entry) = self.requests.get(request) else {
             return Ok(None);
         };
         let has_room = |&device: &usize| {
@@ -390,32 +390,32 @@ impl Fit {
                     && !assignments
                         .taken
                         .iter()
-                        .any(|&other| self.claim(other) == Some(wanted.claim))
+                        .any(|&other| self.claim(other) == Some(entry.claim))
             })
         };
-        let without = wanted
+        let without = entry
             .candidates
             .iter()
-            .skip(wanted.next)
+            .skip(entry.next)
             .take_while(|&device| !has_room(device))
             .count();
-        let next = wanted.next + without;
-        let found = wanted.candidates.get(next).copied();
-        if let Some(wanted) = self.requests.get_mut(request) {
-            wanted.next = next;
+        let next = entry.next + without;
+        let found = entry.candidates.get(next).copied();
+        if let Some(entry) = self.requests.get_mut(request) {
+            entry.next = next;
         }
         work.spend(without + 1)?;
         Ok(found)
     }
 
-    /// Assigns `device` to `request`, whose former device goes to the request that wants it, and so on up to `root`.
-    fn pass_on(&mut self, root: usize, request: usize, device: usize, wanted_by: &[Option<(usize, usize)>]) {
+    /// Assigns `device` to `request`, whose previous device goes to the request that takes it, and so on up to `root`.
+    fn pass_on(&mut self, root: usize, request: usize, device: usize, taken_by: &[Option<(usize, usize)>]) {
         let (mut request, mut device) = (request, device);
         loop {
             if let Some(assignments) = self.devices.get_mut(device) {
                 assignments.taken.push(request);
             }
-            match wanted_by.get(request) {
+            match taken_by.get(request) {
                 Some(&Some((asker, asked_for))) if request != root => {
                     if let Some(assignments) = self.devices.get_mut(asked_for) {
                         assignments.taken.retain(|&other| other != request);

@@ -21,7 +21,7 @@ use super::queue::{Backoff, CapacityGenerations, WRITES_BEFORE_REPORT};
 /// ended. Removing the finalizer is then the only write.
 const DELETION_GRACE: Duration = Duration::from_millis(250);
 
-/// How long a write usually may still be stored after its sender has given it up. A write that undoes it waits as long. A write that is
+/// How long a write usually may still be stored after its sender has given it up. A write that reverts it waits as long. A write that is
 /// stored even later does no harm unless it is an allocation: it adds our finalizer or a label, is refused because the claim has changed,
 /// or clears an allocation whose deallocation is requested again.
 const LATE_WRITE: Duration = Duration::from_secs(3);
@@ -34,7 +34,7 @@ pub(crate) const LATE_ALLOCATION: Duration = Duration::from_secs(60);
 /// scheduler has up to 128 nodes for each.
 pub(super) const CLAIMS_MAX: usize = 128;
 
-/// Maximum number of claims of one owner among which a pod's claims are found. A pod owns at most one for each of its entries, and former
+/// Maximum number of claims of one owner among which a pod's claims are found. A pod owns at most one for each of its entries, and earlier
 /// ones that are being deleted; but a user can name any owner in a claim.
 const OWNED_MAX: usize = 512;
 
@@ -79,7 +79,7 @@ enum Unrecorded {
     Possibly(Option<Box<AllocationResult>>),
 }
 
-/// A wrong allocation, which should be rolled back. Either another claim has the better right to the device, for example after a leader was
+/// A wrong allocation, which should be rolled back. Either another claim has precedence for the device, for example after a leader was
 /// paused past its lease; or the pod cannot use the allocation because its other claims fit nowhere.
 ///
 /// The allocation is rolled back if no pod can be using it: the claim is reserved for no pod, or for one pod that has no node yet.
@@ -175,7 +175,7 @@ pub(super) struct ClaimInput {
     pub(super) pod_lacks_a_claim: bool,
 }
 
-/// Who allocates the claims of a class.
+/// The component that allocates the claims of a class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ClassOwner {
     Missing,
@@ -417,7 +417,7 @@ impl Claim {
 
     // === wrong allocations ===
 
-    /// Marks the allocation as wrong: another claim has the better right to its device.
+    /// Marks the allocation as wrong: another claim has precedence for its device.
     pub(super) fn mark_wrong(&mut self) {
         self.wrong = Some(WrongAllocation::default());
     }
@@ -507,7 +507,7 @@ impl Claim {
         match input.class {
             ClassOwner::Missing => {
                 let message = format!(
-                    "resource class \"{}\" does not exist, so nobody can allocate this claim: create the class, or delete the claim and name another",
+                    "resource class \"{}\" does not exist, so this claim cannot be allocated: create the class, or recreate the claim with another class",
                     self.class_name()
                 );
                 vec![ClaimAction::Report("ResourceClassMissing", message)]
@@ -568,7 +568,7 @@ impl Claim {
         match answer {
             Answer::Deallocated(Ok(())) => self.driver_deallocated(),
             Answer::Deallocated(Err(error)) => self.deallocation_failed(&error, now),
-            // Not if a former leader has recorded an allocation meanwhile, which a pod may use.
+            // Not if a previous leader has recorded an allocation meanwhile, which a pod may use.
             Answer::ClaimWritten(Outcome::Done(_))
                 if self.phase == ClaimPhase::ClearingAllocation
                     && self.has_finalizer()
@@ -625,7 +625,7 @@ impl Claim {
 
     fn driver_deallocated(&mut self) -> Vec<ClaimAction> {
         self.clear_uncertain();
-        // A former leader may have recorded an allocation meanwhile: a claim in use keeps it.
+        // A previous leader may have recorded an allocation meanwhile: a claim in use keeps it.
         if !self.is_release_requested() || !self.object.status.reserved_for.is_empty() {
             self.phase = ClaimPhase::Idle;
             self.backoff.succeeded();
@@ -656,7 +656,7 @@ impl Claim {
         self.backoff.failed(now);
         let message = format!("cannot be deallocated yet: {}", error.message);
         let mut actions = vec![ClaimAction::Report(error.reason, message), ClaimAction::Step];
-        // A former leader has recorded an allocation meanwhile: its pod may be unable to get its other claims.
+        // A previous leader has recorded an allocation meanwhile: its pod may be unable to get its other claims.
         if self.is_allocated() {
             actions.push(ClaimAction::StepUsers);
         }
@@ -677,7 +677,7 @@ impl Claim {
             self.clear_late_writes();
         }
         let report = refusal.map(|message| {
-            let message = format!("the server does not store the release: {message}");
+            let message = format!("the API server does not store the release: {message}");
             ClaimAction::Report("ReleaseRefused", message)
         });
         let mut actions: Vec<ClaimAction> = report.into_iter().collect();

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Its reports become Events on the pod: `NoSuitableDevice` if its claims fit on no node (`report_no_node`, called by `act`), the driver's
-//! reason if a call failed (`report_call`), a missing class or a claim of somebody else (`pending_claims`), and `AllocationNotRecorded`. An
+//! reason if a call failed (`report_call`), a missing class or a claim of another owner (`pending_claims`), and `AllocationNotRecorded`. An
 //! `allocate` that the driver wants repeated is not reported: the node is published as unsuitable.
 //!
 //! [`Context::step`] and the functions for answers return [`ContextAction`]s, which [`ControllerState`](super::ControllerState) executes in
@@ -683,7 +683,7 @@ impl Context {
             let class_name = claim.class_name().to_owned();
             let Some(class) = cache.classes.get(&class_name).cloned() else {
                 let message = format!(
-                    "resource class \"{class_name}\" of claim {claim_key} does not exist: create the class, or let the claim name another"
+                    "resource class \"{class_name}\" of claim {claim_key} does not exist: create the class, or recreate the claim with another class"
                 );
                 problems.push(("ResourceClassMissing", message));
                 rest = true;
@@ -735,8 +735,8 @@ impl Context {
         (!rest).then_some(PendingClaims { own, all })
     }
 
-    /// Records the claims that the pod names now, whether or not they exist, and forgets former ones: from 1.28 on, a claim that is made again
-    /// from its template has another name. Its owner wakes the context.
+    /// Records the claims that the pod names now, whether or not they exist, and forgets earlier ones: from 1.28 on, a claim that is created
+    /// again from its template has another name. Its owner wakes the context.
     fn note_claims(
         &mut self,
         key: &ObjectKey,
@@ -753,9 +753,9 @@ impl Context {
             .filter_map(|entry| entry.source.resource_claim_name.as_deref())
             .map(|name| ObjectKey::new(key.namespace.clone(), name));
         let named: BTreeSet<ObjectKey> = found.chain(named).collect();
-        let (new, former) = (named.difference(&self.named), self.named.difference(&named));
+        let (new, old) = (named.difference(&self.named), self.named.difference(&named));
         actions.extend(new.cloned().map(ContextAction::UseClaim));
-        actions.extend(former.cloned().map(ContextAction::LeaveClaim));
+        actions.extend(old.cloned().map(ContextAction::LeaveClaim));
         self.named = named;
     }
 

@@ -1,4 +1,5 @@
-//! Events (inputs, not those of Kubernetes), commands and settings: plain data, so that a run can be logged and replayed. Writes as patches, and the outcomes of rejected ones.
+//! Events (inputs, not those of Kubernetes), commands and settings: plain data, so that a run can be logged and replayed. Writes as
+//! patches, and the outcomes of rejected writes.
 //!
 //! Each patch changes only our own fields, and only the object that was observed. There are no full updates: fields that a newer server
 //! adds, other drivers' finalizers and entries, and concurrent writers are left alone.
@@ -372,7 +373,7 @@ impl ClaimWrite {
                 }
                 ClaimPatch::Main(json!({ "metadata": metadata }))
             }
-            // An unallocated claim is reserved for nobody, so the replaced list is empty. Concurrent writes of other fields cause no
+            // An unallocated claim has no reservations, so the replaced list is empty. Concurrent writes of other fields cause no
             // conflict. The API server compares a missing field as null.
             Self::Allocate {
                 allocation,
@@ -436,7 +437,7 @@ impl ClaimWrite {
             Self::Allocate { .. } | Self::ClearAllocation { .. } | Self::RollBackAllocation { .. }
         );
         if is_conditional && is_failed_test(status) {
-            return Outcome::Conflict("it is not what was seen".to_owned());
+            return Outcome::Conflict("the claim has changed".to_owned());
         }
         Outcome::rejected(status)
     }
@@ -607,7 +608,7 @@ mod tests {
     }
 
     #[test]
-    fn clearing_tests_what_was_seen_before_it_removes_anything() {
+    fn clearing_tests_each_field_before_it_removes_it() {
         let write = ClaimWrite::ClearAllocation {
             deallocation_requested: true,
             driver_name: Some("drayman.dev".to_owned()),
@@ -656,7 +657,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_patch_test_is_a_conflict_and_an_invalid_object_a_refusal() {
+    fn only_a_failed_patch_test_is_a_conflict() {
         let status = |details: Value| -> Status {
             serde_json::from_value(
                 json!({ "status": "Failure", "code": 422, "reason": "Invalid", "details": details }),

@@ -513,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn a_generation_is_of_the_last_change_that_concerns_a_namespace() {
+    fn a_generation_advances_only_with_changes_of_its_namespace() {
         let mut generations = CapacityGenerations::default();
         let mut after = |change| {
             generations.advance(change);

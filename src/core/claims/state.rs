@@ -365,7 +365,7 @@ impl ControllerState {
         let ours = &self.cache.settings.driver_name;
         if !same_driver && driver != *ours && driver.eq_ignore_ascii_case(ours) {
             let message = format!(
-                "driverName \"{driver}\" is in upper case, with which the API server refuses the finalizer of a claim: write \"{ours}\""
+                "driverName \"{driver}\" contains upper case letters, which the API server rejects in a finalizer: use \"{ours}\""
             );
             self.report_class(name.clone(), "DriverNameNotLowerCase", message);
         }
@@ -491,7 +491,7 @@ impl ControllerState {
         }
     }
 
-    /// Removes a claim from the index of its former owner pod, and forgets a pod that was read early.
+    /// Removes a claim from the index of its previous owner pod, and forgets a pod that was read early.
     fn leave_owner(&mut self, uid: &str, key: &ObjectKey) {
         self.cache.index.remove_owner(uid, key);
         self.early_pods.remove(uid);
@@ -555,7 +555,7 @@ impl ControllerState {
         let Some(claim) = self.cache.claim_mut(&key, &finding.uid) else {
             return;
         };
-        if finding.take_back {
+        if finding.roll_back {
             claim.mark_wrong();
         }
         let pods = claim.user_pods();
@@ -1134,7 +1134,7 @@ impl ControllerState {
 
     /// Reports a write that keeps failing without being refused.
     fn report_unclear(&mut self, transaction: &Transaction, key: &ObjectKey, message: &str, now: Moment) {
-        if !transaction.is_wanted(&self.transaction_input(transaction)) {
+        if !transaction.is_active(&self.transaction_input(transaction)) {
             return;
         }
         let message = format!("the allocation could not be recorded yet: {message}");

@@ -11,6 +11,7 @@ use super::event::{Answer, CallError, Moment, Outcome};
 
 /// Counters since the start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Statistics {
     /// Allocated claims, counted when the status write is known to be stored.
     pub allocations: u64,
@@ -35,6 +36,7 @@ pub struct Statistics {
 
 /// One work queue: objects of one kind to process, with the resulting requests and calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct QueueStatistics {
     /// Number of objects in the queue at present.
     pub depth: u64,
@@ -58,7 +60,7 @@ impl Statistics {
     /// The queues: transactions of claims, single claims, and contexts of pods.
     pub const QUEUES: [&'static str; 3] = ["batch", "claim", "context"];
     /// Results of an attempt to allocate: recorded; driver error of kind `Invalid`; refused by the API server; driver error of kind `Retry`
-    /// or `TimedOut`; no longer wanted.
+    /// or `TimedOut`; withdrawn because the node, the pod or a claim has changed.
     pub const ATTEMPTS: [&'static str; 6] = [
         "Allocated",
         "Invalid",

@@ -147,7 +147,7 @@ pub(super) enum TransactionFailure {
     Driver(CallError),
     /// The API server refused a write, or the claim is gone or was allocated by another writer.
     Refused(String),
-    /// The transaction is no longer wanted: the node, the pod or a claim has changed.
+    /// The transaction is no longer active: the node, the pod or a claim has changed.
     Withdrawn,
 }
 
@@ -259,14 +259,14 @@ impl Transaction {
         self.items.iter().map(|item| (&item.key, &*item.uid))
     }
 
-    /// Whether the transaction is still wanted: the context still selects its node, and no claim is gone, being deleted or allocated.
-    pub(super) fn is_wanted(&self, input: &TransactionInput<'_>) -> bool {
-        let is_wanted = |claim: &Claim| !claim.is_deleting() && !claim.is_allocated();
+    /// Whether the transaction is still active: the context still selects its node, and no claim is gone, being deleted or allocated.
+    pub(super) fn is_active(&self, input: &TransactionInput<'_>) -> bool {
+        let is_active = |claim: &Claim| !claim.is_deleting() && !claim.is_allocated();
         input.consumer.is_none_or(|consumer| consumer.selects_node)
             && self
                 .items
                 .iter()
-                .all(|item| input.claim(item).is_some_and(is_wanted))
+                .all(|item| input.claim(item).is_some_and(is_active))
     }
 
     /// Takes the next steps.
@@ -294,7 +294,7 @@ impl Transaction {
         actions: &mut Vec<TransactionAction>,
         now: Moment,
     ) {
-        let is_wanted = self.is_wanted(input);
+        let is_active = self.is_active(input);
         let label = input.settings.node_label();
         let node = self
             .node
@@ -308,14 +308,14 @@ impl Transaction {
             if item.phase == ItemPhase::Waiting && input.claim(item).is_some_and(has_finalizer) {
                 item.phase = ItemPhase::Done;
             }
-            if item.phase == ItemPhase::Waiting && is_wanted && self.failure.is_none() {
+            if item.phase == ItemPhase::Waiting && is_active && self.failure.is_none() {
                 item.write(ClaimWrite::AddFinalizer { node: node.clone() }, actions, now);
             }
         }
         if self.items.iter().any(|item| item.phase.is_in_progress()) {
             return;
         }
-        if !is_wanted {
+        if !is_active {
             self.failure.get_or_insert(TransactionFailure::Withdrawn);
         }
         if self.failure.is_some() {
@@ -356,7 +356,7 @@ impl Transaction {
             }
             Err(error) => self.failure = Some(TransactionFailure::Driver(error)),
         }
-        if self.failure.is_none() && !self.is_wanted(input) {
+        if self.failure.is_none() && !self.is_active(input) {
             self.failure = Some(TransactionFailure::Withdrawn);
         }
         if self.failure.is_some() {
@@ -609,7 +609,7 @@ impl Transaction {
                     if is_status && let Some(claim) = &mut known {
                         claim.allocation_refused = true;
                     }
-                    let by_others = || "it has been deleted or allocated by somebody else".to_owned();
+                    let by_others = || "the claim was deleted, or allocated by another controller".to_owned();
                     refused = Some(refusal.unwrap_or_else(by_others));
                 }
             }
@@ -626,7 +626,7 @@ impl Transaction {
             } else {
                 // The driver learned that the claim is gone before it could learn of the recorded allocation: deallocate.
                 item.phase = ItemPhase::Failed;
-                refused = Some("it is gone".to_owned());
+                refused = Some("the claim was deleted".to_owned());
             }
         }
         if let Some(message) = refused {
@@ -637,7 +637,7 @@ impl Transaction {
 
     /// Why it failed, once it has ended. `None` if all claims are allocated.
     pub(super) fn failure(&self, input: &TransactionInput<'_>) -> Option<TransactionFailure> {
-        // A refusal for a deleted claim needs no report: the allocation is no longer wanted.
+        // A refusal for a deleted claim needs no report: the transaction is withdrawn.
         let deleted = || {
             self.items
                 .iter()

@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_device_says_of_itself_is_made_fit() {
+    fn device_texts_are_cleaned_and_cut() {
         let mut attributes = Attributes::default();
         attributes
             .text("model", Some(&format!("a\u{7}b\n{}", "x".repeat(1000))))
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_most_important_is_left_where_not_everything_fits() {
+    fn the_least_important_attributes_are_left_out() {
         let attributes = |count: usize| {
             let names = ["path", "vendor", "minor", "strange"];
             let attribute = |name: &&str| (qualified(name), AttributeValue::string("\"".repeat(TEXT_MAX)));
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn kubelet_is_told_a_numa_node_only_where_one_is_known() {
+    fn only_known_numa_nodes_are_reported() {
         let device = |node| Device {
             attributes: [(NUMA_NODE.to_owned(), AttributeValue::int(node))]
                 .into_iter()

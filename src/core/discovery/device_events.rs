@@ -44,7 +44,7 @@ pub fn device_events(before: &Devices, after: &Devices) -> Vec<DeviceEvent> {
             reason: "DeviceWithdrawn",
             warning: false,
             note: format!(
-                "device {name} of kind {} is no longer offered: it has gone, or the configuration no longer describes it",
+                "device {name} of kind {} is no longer offered: it is gone, or the configuration no longer describes it",
                 device.kind
             ),
         });
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn each_change_is_told_once_with_its_cause() {
+    fn each_change_is_reported_once_with_its_cause() {
         assert_eq!(reasons(&[], &[("a", None)]), Vec::<&str>::new());
         assert_eq!(reasons(&[], &[("a", Some("it smokes"))]), ["DeviceUnhealthy"]);
         assert_eq!(
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn many_changes_at_once_are_counted_and_the_worst_are_told() {
+    fn many_changes_are_counted_and_the_worst_are_named() {
         let names: Vec<String> = (0..1000).map(|number| format!("d{number:04}")).collect();
         let before: Vec<(&str, Option<&str>)> = names.iter().map(|name| (name.as_str(), None)).collect();
         let mut after = before.clone();

@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_nothing_has_is_no_device_and_no_problem() {
+    fn a_key_without_required_nodes_is_ignored() {
         let matches = GroupMatches {
             required: vec![("video{key}".into(), Vec::new())],
             optional: vec![matched("sub{key}", Some("7"))],
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_node_that_matches_the_key_is_no_device() {
+    fn a_shared_node_that_matches_the_key_makes_no_device() {
         let matches = GroupMatches {
             required: vec![required("nvidia{key}", &["0", "ctl"])],
             shared: vec![matched("nvidiactl", None)],

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 /// Minimum time between good results that count separately. A burst of events causes many checks and proves nothing.
 pub const GOOD_SPACING: Duration = Duration::from_secs(4);
-/// Minimum time between two causes of one device. Each is a write of its slice and an event, and a cause with the value of a counter is new at
-/// every check.
+/// Minimum time between two causes of one device. Each is a write of its slice and an event, and a cause with the value of a counter is new
+/// at every check.
 pub const CAUSE_SPACING: Duration = Duration::from_secs(60);
 /// How long the health of a missing unhealthy device is remembered.
 pub const MEMORY: Duration = Duration::from_secs(60);
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cause_that_changes_at_every_check_is_replaced_once_a_minute() {
+    fn a_changing_cause_is_replaced_once_a_minute() {
         let mut records = HealthRecords::default();
         let mut causes = Vec::new();
         for second in (0..=120).step_by(5) {
@@ -216,10 +216,7 @@ mod tests {
         records.observe(at(0), &bad("it smokes"));
         records.observe(at(5), &good());
         records.observe(at(10), &BTreeMap::new());
-        assert!(
-            !records.has_unhealthy(),
-            "what is not there need not be looked at"
-        );
+        assert!(!records.has_unhealthy(), "an absent device needs no check");
         records.observe(at(15), &good());
         assert_eq!(records.cause("x"), Some("it smokes"));
         for second in [20, 25] {

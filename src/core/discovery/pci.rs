@@ -74,29 +74,29 @@ pub struct PciMatch {
     pub address: Option<String>,
 }
 
-fn mismatch(facts: &PciFacts, wanted: &PciMatch) -> Option<String> {
-    if let Some(address) = wanted
+fn mismatch(facts: &PciFacts, filter: &PciMatch) -> Option<String> {
+    if let Some(address) = filter
         .address
         .as_ref()
         .filter(|address| **address != facts.address)
     {
         return Some(format!("its address is not {address}"));
     }
-    if let Some(vendor) = wanted.vendor.filter(|vendor| *vendor != facts.vendor) {
+    if let Some(vendor) = filter.vendor.filter(|vendor| *vendor != facts.vendor) {
         return Some(format!("its vendor is {:04x}, not {vendor:04x}", facts.vendor));
     }
-    if let Some(device) = wanted.device.filter(|device| *device != facts.device) {
+    if let Some(device) = filter.device.filter(|device| *device != facts.device) {
         return Some(format!("its device id is {:04x}, not {device:04x}", facts.device));
     }
     let class = format!("{:06x}", facts.class);
-    if let Some(wanted) = wanted
+    if let Some(prefix) = filter
         .class
         .as_ref()
-        .filter(|wanted| !class.starts_with(wanted.as_str()))
+        .filter(|prefix| !class.starts_with(prefix.as_str()))
     {
-        return Some(format!("its class is {class}, not {wanted}"));
+        return Some(format!("its class is {class}, not {prefix}"));
     }
-    if let Some(driver) = wanted
+    if let Some(driver) = filter
         .driver
         .as_ref()
         .filter(|driver| facts.driver.as_ref() != Some(driver))
@@ -107,9 +107,9 @@ fn mismatch(facts: &PciFacts, wanted: &PciMatch) -> Option<String> {
 }
 
 /// Returns why a function matches none of the filters; `None` if it matches one.
-pub fn refuse(facts: &PciFacts, wanted: &[PciMatch]) -> Option<String> {
+pub fn refuse(facts: &PciFacts, filters: &[PciMatch]) -> Option<String> {
     let mut problems = Vec::new();
-    for problem in wanted.iter().map(|one| mismatch(facts, one)) {
+    for problem in filters.iter().map(|filter| mismatch(facts, filter)) {
         let problem = problem?;
         if !problems.contains(&problem) {
             problems.push(problem);
@@ -143,10 +143,10 @@ pub fn vfio(matching: &[&PciFacts], all: &[PciFacts]) -> BTreeMap<String, Vfio> 
     let mut units: BTreeMap<String, String> = BTreeMap::new();
     let mut sorted = matching.to_vec();
     sorted.sort_by(|a, b| a.address.cmp(&b.address));
-    let mut judge = |facts: &PciFacts| {
+    let mut role = |facts: &PciFacts| {
         let Some(group) = &facts.iommu_group else {
             return Vfio::Unusable(
-                "it has no IOMMU group; switch the IOMMU on in the firmware and for the kernel (intel_iommu=on, amd_iommu=on)"
+                "it has no IOMMU group; enable the IOMMU in the firmware and in the kernel (intel_iommu=on, amd_iommu=on)"
                     .to_owned(),
             );
         };
@@ -163,7 +163,7 @@ pub fn vfio(matching: &[&PciFacts], all: &[PciFacts]) -> BTreeMap<String, Vfio> 
     };
     sorted
         .into_iter()
-        .map(|facts| (facts.address.clone(), judge(facts)))
+        .map(|facts| (facts.address.clone(), role(facts)))
         .collect()
 }
 
@@ -177,7 +177,7 @@ fn foreign(group: &str, all: &[PciFacts]) -> Option<String> {
         .collect();
     (!others.is_empty()).then(|| {
         format!(
-            "IOMMU group {group} is handed out as a whole, and of its functions these are not bound to {VFIO_DRIVER}: {}",
+            "IOMMU group {group} is allocated as a whole, but these of its functions are not bound to {VFIO_DRIVER}: {}",
             others.join(", ")
         )
     })
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_class_is_matched_by_its_beginning() {
+    fn a_class_is_matched_by_its_prefix() {
         let facts = function("0000:65:00.0", None, Some("nouveau"));
         for (class, taken) in [
             ("03", true),
@@ -209,18 +209,18 @@ mod tests {
             ("0300", false),
             ("02", false),
         ] {
-            let wanted = PciMatch {
+            let filter = PciMatch {
                 class: Some(class.into()),
                 ..PciMatch::default()
             };
-            assert_eq!(refuse(&facts, &[wanted]).is_none(), taken, "{class}");
+            assert_eq!(refuse(&facts, &[filter]).is_none(), taken, "{class}");
         }
-        let wanted = PciMatch {
+        let filter = PciMatch {
             driver: Some("vfio-pci".into()),
             ..PciMatch::default()
         };
         assert_eq!(
-            refuse(&facts, &[wanted]).unwrap(),
+            refuse(&facts, &[filter]).unwrap(),
             "it is bound to nouveau, not to vfio-pci"
         );
     }

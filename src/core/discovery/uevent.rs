@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_message_of_the_kernel_is_left_alone() {
+    fn other_messages_are_ignored() {
         for message in [
             &b""[..],
             b"\0",
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_values_cost_only_themselves() {
+    fn broken_values_are_skipped() {
         let event =
             parse(b"add@/devices/x\0=\0NOTHING\0DEVNAME=\xff\0SEQNUM=many\0SUBSYSTEM=tty\0ACTION=teleport")
                 .unwrap();
@@ -126,12 +126,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_message_makes_it_panic(message in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn no_message_makes_the_parser_panic(message in proptest::collection::vec(any::<u8>(), 0..400)) {
             let _ = parse(&message);
         }
 
         #[test]
-        fn no_cut_or_flipped_message_makes_it_panic(cut in 0..NULL.len(), at in 0..NULL.len(), bit in 0..8_u8) {
+        fn no_cut_or_flipped_message_makes_the_parser_panic(cut in 0..NULL.len(), at in 0..NULL.len(), bit in 0..8_u8) {
             let mut message = NULL.to_vec();
             message[at] ^= 1 << bit;
             let _ = parse(&message[..cut]);

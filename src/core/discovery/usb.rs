@@ -94,14 +94,14 @@ pub enum UsbIdentity {
 }
 
 /// Why a device does not match one filter; continues a sentence about the device.
-fn mismatch(facts: &UsbFacts, wanted: &UsbMatch) -> Option<String> {
-    if let Some(vendor) = wanted.vendor.filter(|vendor| *vendor != facts.vendor) {
+fn mismatch(facts: &UsbFacts, filter: &UsbMatch) -> Option<String> {
+    if let Some(vendor) = filter.vendor.filter(|vendor| *vendor != facts.vendor) {
         return Some(format!("its vendor is {:04x}, not {vendor:04x}", facts.vendor));
     }
-    if let Some(product) = wanted.product.filter(|product| *product != facts.product) {
+    if let Some(product) = filter.product.filter(|product| *product != facts.product) {
         return Some(format!("its product is {:04x}, not {product:04x}", facts.product));
     }
-    if let Some(serial) = &wanted.serial
+    if let Some(serial) = &filter.serial
         && facts.serial.as_ref() != Some(serial)
     {
         return Some(match &facts.serial {
@@ -110,23 +110,23 @@ fn mismatch(facts: &UsbFacts, wanted: &UsbMatch) -> Option<String> {
         });
     }
     let port = facts.port();
-    if let Some(wanted) = &wanted.port
-        && facts.sysfs_name != *wanted
-        && port.as_ref() != Some(wanted)
+    if let Some(expected) = &filter.port
+        && facts.sysfs_name != *expected
+        && port.as_ref() != Some(expected)
     {
         let port = port.unwrap_or_else(|| facts.sysfs_name.clone());
-        return Some(format!("its port is {port}, not {wanted}"));
+        return Some(format!("its port is {port}, not {expected}"));
     }
     None
 }
 
 /// Returns why a device matches none of the filters; `None` if it matches one.
-pub fn refuse(facts: &UsbFacts, wanted: &[UsbMatch], hubs: bool) -> Option<String> {
+pub fn refuse(facts: &UsbFacts, filters: &[UsbMatch], hubs: bool) -> Option<String> {
     let mut problems = Vec::new();
-    for one in wanted {
-        match mismatch(facts, one) {
+    for filter in filters {
+        match mismatch(facts, filter) {
             None if facts.is_hub() && !hubs => {
-                return Some("it is a hub; set hubs: true if hubs are meant".to_owned());
+                return Some("it is a hub; set hubs: true to include hubs".to_owned());
             }
             None => return None,
             Some(problem) if problems.contains(&problem) => {}
@@ -155,14 +155,14 @@ pub fn identities(devices: &[UsbFacts], identity: UsbIdentity) -> Vec<Result<Str
         facts
             .port()
             .map(|port| format!("usb-{port}"))
-            .ok_or_else(|| "the controller that its port belongs to cannot be seen in sysfs".to_owned())
+            .ok_or_else(|| "the controller of its port is not visible in sysfs".to_owned())
     };
     let name = |facts: &UsbFacts| match (identity, key(facts)) {
         (UsbIdentity::Port, _) | (UsbIdentity::Serial, None) => by_port(facts),
         (UsbIdentity::Serial, Some(key)) => match twins.get(&key).map(Vec::as_slice) {
             Some([] | [_]) | None => Ok(key),
             Some(all) => Err(format!(
-                "{} have the same vendor, product and serial number, so nothing tells them apart but their ports; set identity: port",
+                "{} have the same vendor, product and serial number, so only their ports distinguish them; set identity: port",
                 all.join(" and ")
             )),
         },
@@ -186,7 +186,7 @@ mod tests {
         }
     }
 
-    fn wanted(vendor: u16, product: Option<u16>) -> UsbMatch {
+    fn filter(vendor: u16, product: Option<u16>) -> UsbMatch {
         UsbMatch {
             vendor: Some(vendor),
             product,
@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn a_usb_device_matches_a_description_or_has_a_reason() {
-        let all = [wanted(0x10c4, None), wanted(0x0403, Some(0x6001))];
+        let all = [filter(0x10c4, None), filter(0x0403, Some(0x6001))];
         assert_eq!(refuse(&adapter(), &all, false), None);
         let other = UsbFacts {
             product: 0x6010,
@@ -216,11 +216,11 @@ mod tests {
             ("1-1", false),
             ("2-1.4", false),
         ] {
-            let wanted = UsbMatch {
+            let filter = UsbMatch {
                 port: Some(port.into()),
                 ..UsbMatch::default()
             };
-            assert_eq!(refuse(&adapter(), &[wanted], false).is_none(), taken, "{port}");
+            assert_eq!(refuse(&adapter(), &[filter], false).is_none(), taken, "{port}");
         }
     }
 
@@ -230,9 +230,9 @@ mod tests {
             class: 9,
             ..adapter()
         };
-        let wanted = [wanted(0x0403, None)];
-        assert!(refuse(&hub, &wanted, false).unwrap().contains("hubs: true"));
-        assert_eq!(refuse(&hub, &wanted, true), None);
+        let filters = [filter(0x0403, None)];
+        assert!(refuse(&hub, &filters, false).unwrap().contains("hubs: true"));
+        assert_eq!(refuse(&hub, &filters, true), None);
     }
 
     #[test]
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn twins_are_told_apart_by_their_ports_or_not_at_all() {
+    fn only_ports_distinguish_identical_devices() {
         let twin = UsbFacts {
             sysfs_name: "1-2".into(),
             ..adapter()

@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_earlier_release_wrote_is_read() {
+    fn checkpoints_of_earlier_releases_are_read() {
         let text = GOLDEN_V1;
         assert_eq!(Checkpoint::decode(text.as_bytes()), Ok(checkpoint()));
     }
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_release_is_recognised_whatever_its_data_is() {
+    fn a_newer_release_is_recognised_with_any_data() {
         let data = r#"{"anything":[]}"#;
         let text = format!(
             r#"{{"version":3,"checksum":{},"data":{data}}}"#,

@@ -1,6 +1,6 @@
 //! Decides which API for claims the cluster serves, although API servers may disagree and their answers change.
 //!
-//! During an upgrade or a configuration change, API servers answer differently. Offering claims that nobody can make costs nothing;
+//! During an upgrade or a configuration change, API servers answer differently. Offering claims that no user can create costs nothing;
 //! withdrawing them too early leaves pods without their devices. So a single positive answer starts a mode, and several deviating answers
 //! in a row end it.
 
@@ -80,7 +80,7 @@ impl ClaimsApi {
                     match before {
                         Self::Structured => "v1",
                         Self::Classic | Self::None => {
-                            "v1alpha2 (switch it on with --runtime-config=resource.k8s.io/v1alpha2=true on every API server)"
+                            "v1alpha2 (enable it with --runtime-config=resource.k8s.io/v1alpha2=true on every API server)"
                         }
                     }
                 ),
@@ -93,16 +93,21 @@ impl ClaimsApi {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Discovery {
     served: Option<ClaimsApi>,
-    /// Deviating answers in a row while claims are served.
+    /// The minor version of API servers that serve `v1`, by which features are known.
+    minor: Option<u32>,
+    /// Answers in a row with another API, while claims are served.
     deviations: u32,
+    /// Answers in a row with another minor version, while claims are served.
+    minor_deviations: u32,
 }
 
 impl Discovery {
     /// Starts with the stored answer of an earlier process, or `None` if there is none.
-    pub fn new(served: Option<ClaimsApi>) -> Self {
+    pub fn new(served: Option<ClaimsApi>, minor: Option<u32>) -> Self {
         Self {
             served,
-            deviations: 0,
+            minor,
+            ..Self::default()
         }
     }
 
@@ -111,16 +116,30 @@ impl Discovery {
         self.served
     }
 
-    /// Records an answer. Returns an event if the decision changes.
-    pub fn answered(&mut self, served: ClaimsApi) -> Option<DeviceEvent> {
+    /// The minor version of the API servers; `None` until one that serves `v1` has answered.
+    pub fn minor(&self) -> Option<u32> {
+        self.minor
+    }
+
+    /// Records an answer: the API, and the minor version with `v1`. Returns an event if the decision changes.
+    pub fn answered(&mut self, served: ClaimsApi, minor: Option<u32>) -> Option<DeviceEvent> {
         let offered = self.served.filter(|api| *api != ClaimsApi::None);
-        if offered.is_some_and(|api| api != served) {
-            self.deviations = self.deviations.saturating_add(1);
-            if self.deviations < DEVIATIONS {
-                return None;
-            }
+        let is_other_api = offered.is_some_and(|api| api != served);
+        let is_other_minor = offered == Some(served)
+            && self.minor.is_some()
+            && minor.is_some_and(|minor| self.minor != Some(minor));
+        self.deviations = if is_other_api { self.deviations + 1 } else { 0 };
+        self.minor_deviations = if is_other_minor {
+            self.minor_deviations + 1
+        } else {
+            0
+        };
+        let is_unconfirmed = |deviations| (1..DEVIATIONS).contains(&deviations);
+        if is_unconfirmed(self.deviations) || is_unconfirmed(self.minor_deviations) {
+            return None;
         }
-        self.deviations = 0;
+        (self.deviations, self.minor_deviations) = (0, 0);
+        self.minor = minor.or(self.minor);
         let before = self.served.replace(served)?;
         served.event(before)
     }
@@ -129,7 +148,7 @@ impl Discovery {
     pub fn pause(&self) -> Duration {
         match self.served {
             Some(ClaimsApi::None) | None => NOT_SERVED,
-            Some(_) if self.deviations > 0 => DOUBT,
+            Some(_) if self.deviations > 0 || self.minor_deviations > 0 => DOUBT,
             Some(_) => SERVED,
         }
     }
@@ -176,34 +195,67 @@ mod tests {
     #[test]
     fn one_denial_of_several_api_servers_changes_nothing() {
         for api in [ClaimsApi::Classic, ClaimsApi::Structured] {
-            let mut discovery = Discovery::new(Some(api));
+            let mut discovery = Discovery::new(Some(api), None);
             for _ in 0..10 {
-                assert_eq!(discovery.answered(ClaimsApi::None), None);
+                assert_eq!(discovery.answered(ClaimsApi::None, None), None);
                 assert_eq!(discovery.pause(), DOUBT);
-                assert_eq!(discovery.answered(ClaimsApi::None), None);
-                assert_eq!(discovery.answered(api), None);
+                assert_eq!(discovery.answered(ClaimsApi::None, None), None);
+                assert_eq!(discovery.answered(api, None), None);
                 assert_eq!((discovery.served(), discovery.pause()), (Some(api), SERVED));
             }
         }
     }
 
     #[test]
-    fn three_denials_in_a_row_are_believed_and_told_once() {
-        let mut api = Discovery::new(Some(ClaimsApi::Structured));
-        let told: Vec<_> = (0..5).filter_map(|_| api.answered(ClaimsApi::None)).collect();
+    fn features_follow_the_minor_of_three_answers_in_a_row() {
+        let mut api = Discovery::new(None, None);
+        assert_eq!(api.answered(ClaimsApi::Structured, Some(35)), None);
+        assert_eq!(api.minor(), Some(35), "the first answer counts");
+        for _ in 0..10 {
+            api.answered(ClaimsApi::Structured, Some(36));
+            assert_eq!((api.minor(), api.pause()), (Some(35), DOUBT));
+            api.answered(ClaimsApi::Structured, Some(36));
+            api.answered(ClaimsApi::Structured, Some(35));
+            assert_eq!((api.minor(), api.pause()), (Some(35), SERVED));
+        }
+        // Deviations of one sort do not confirm the other.
+        for _ in 0..2 {
+            api.answered(ClaimsApi::Structured, Some(36));
+            api.answered(ClaimsApi::Structured, Some(36));
+            assert_eq!(api.answered(ClaimsApi::None, None), None);
+            assert_eq!(api.answered(ClaimsApi::None, None), None);
+            assert_eq!(
+                (api.served(), api.minor()),
+                (Some(ClaimsApi::Structured), Some(35))
+            );
+        }
+        for expected in [35, 35, 36] {
+            assert_eq!(api.answered(ClaimsApi::Structured, Some(36)), None);
+            assert_eq!(api.minor(), Some(expected));
+        }
+        api.answered(ClaimsApi::Structured, None);
+        assert_eq!((api.minor(), api.pause()), (Some(36), SERVED));
+    }
+
+    #[test]
+    fn three_denials_in_a_row_count_and_are_reported_once() {
+        let mut api = Discovery::new(Some(ClaimsApi::Structured), None);
+        let told: Vec<_> = (0..5)
+            .filter_map(|_| api.answered(ClaimsApi::None, None))
+            .collect();
         assert_eq!(told.len(), 1);
         assert!(told[0].warning && told[0].reason == "ClaimsNotServed", "{told:?}");
         assert_eq!((api.served(), api.pause()), (Some(ClaimsApi::None), NOT_SERVED));
     }
 
     #[test]
-    fn claims_that_are_switched_on_later_are_served_at_once() {
+    fn claims_enabled_later_are_served_at_once() {
         for served in [ClaimsApi::Classic, ClaimsApi::Structured] {
             let mut api = Discovery::default();
             assert_eq!(api.served(), None);
-            assert_eq!(api.answered(ClaimsApi::None), None, "nothing has changed");
+            assert_eq!(api.answered(ClaimsApi::None, None), None, "nothing has changed");
             assert_eq!(api.served(), Some(ClaimsApi::None));
-            let told = api.answered(served).unwrap();
+            let told = api.answered(served, None).unwrap();
             assert!(!told.warning && told.reason == "ClaimsServed", "{told:?}");
             assert_eq!(api.served(), Some(served));
         }

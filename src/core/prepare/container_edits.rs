@@ -179,7 +179,7 @@ impl ContainerEdits {
 /// Two different edits at one path of a container.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{first} and {second} would both be {container_path} in a container, which can see only one of them: write {{device}} or {{n}} into containerPaths of the kind, or ask for one device at a time"
+    "{first} and {second} would both be {container_path} in a container, which can see only one of them: use {{device}} or {{n}} in containerPaths of the kind, or request one device at a time"
 )]
 pub struct PathConflict {
     /// The path in the container.
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_two_devices_bring_alike_is_there_once() {
+    fn equal_edits_of_two_devices_appear_once() {
         let control = |device: &str| ContainerEdits {
             mounts: vec![mount("/opt/lib", "/lib/vendor", true)],
             ..ContainerEdits::of_device_node(device, node("/dev/control"))
@@ -429,7 +429,7 @@ mod tests {
         #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
 
         #[test]
-        fn no_variable_but_our_own_can_come_out(device in ".{0,40}|LD_PRELOAD|PATH|BASH_ENV|[A-Z_=\\n\\x00]{1,20}") {
+        fn only_our_own_variables_are_set(device in ".{0,40}|LD_PRELOAD|PATH|BASH_ENV|[A-Z_=\\n\\x00]{1,20}") {
             let container_edits = ContainerEdits::of_device_node(&device, node("/dev/null"));
             for name in container_edits.environment.keys() {
                 prop_assert!(name.starts_with("DRAYMAN_DEVICE_"));

@@ -9,7 +9,7 @@
 //! When a resource is renamed, or its devices are renamed or move to claims or another resource, existing containers keep running. Kubelet
 //! lists their devices under the names it granted them by, so it is queried for these names until the containers have ended.
 //!
-//! The allocated claims are no record: the checkpoint records the prepared claims, and Prepare refuses any conflict that they miss.
+//! The allocated claims are not recorded: the checkpoint records the prepared claims, and Prepare refuses any remaining conflict.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -239,7 +239,8 @@ pub struct Conflicting(BTreeSet<String>);
 
 impl Conflicting {
     /// The health text of such a device in the inventory.
-    pub const UNHEALTHY: &str = "a container has it as an extended resource, so that no claim can be given it before the container has ended";
+    pub const UNHEALTHY: &str =
+        "a container has it as an extended resource, so no claim can get it before the container ends";
 
     /// Records that a device was allocated to a claim, or requested for one, if a container holds it.
     pub fn claimed(&mut self, device: &str, containers: &Containers) {
@@ -369,12 +370,12 @@ impl WithdrawnDevices {
                     && let Some(why) = withdrawn.why(&device.name)
                 {
                     return Some(format!(
-                        "{why} as {resource}, by which it no longer leaves this node; it is free when that has ended"
+                        "{why} as {resource}, which no longer offers it; it is free when the container has ended"
                     ));
                 }
                 let (name, why) = withdrawn.why_by_another_name(device)?;
                 Some(format!(
-                    "{why} as {name} of {resource}, which is the same device node; it is free when that has ended"
+                    "{why} as {name} of {resource}, which is the same device node; it is free when the container has ended"
                 ))
             });
             if let Some(cause) = cause {
@@ -485,7 +486,7 @@ impl AllocatedClaims {
         self.claims.len()
     }
 
-    /// Whether a claim has devices of this node allocated.
+    /// Whether a claim has allocated devices of this node.
     pub fn has(&self, uid: &str) -> bool {
         self.claims.contains_key(uid)
     }
@@ -593,7 +594,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_known_before_kubelet_has_shown_it() {
+    fn grants_are_unknown_until_kubelet_lists_them() {
         let mut containers = Containers::default();
         containers.allocated([("x", &[][..])], START);
         assert!(!containers.known() && containers.hold("x"));
@@ -602,7 +603,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_nobody_can_check_counts_for_five_minutes() {
+    fn an_unverifiable_record_counts_for_five_minutes() {
         let unseen = |pods: &[&str], listed: &[(&str, &str)]| ResourceSnapshot {
             pods_unseen: Some("not mounted".into()),
             ..shown(pods, listed, &["x"])
@@ -661,7 +662,7 @@ mod tests {
     }
 
     #[test]
-    fn an_allocate_that_no_pod_came_of_is_free_after_a_while() {
+    fn an_allocate_without_a_pod_expires() {
         let mut containers = Containers::default();
         containers.allocated([("x", &[][..])], START);
         containers.seen(&shown(&[], &[], &[]), later(29));
@@ -738,7 +739,7 @@ mod tests {
     fn a_device_of_container_and_claim_conflicts_until_one_ends() {
         let (mut containers, mut conflicting) = (Containers::default(), Conflicting::default());
         conflicting.claimed("x", &containers);
-        assert!(conflicting.devices().is_empty(), "nobody has it");
+        assert!(conflicting.devices().is_empty(), "no container has it");
         containers.allocated([("x", &[][..]), ("y", &[][..])], START);
         conflicting.claimed("x", &containers);
         conflicting.settle(&containers);
@@ -840,7 +841,7 @@ mod withdrawn_tests {
     }
 
     #[test]
-    fn a_device_that_has_moved_and_is_back_has_had_another_node() {
+    fn a_withdrawn_device_holds_each_number_it_had() {
         let [first, second] = ["c120:6", "c120:7"].map(|number| number.parse::<DeviceNumber>().unwrap());
         let serves =
             |_: &str, _: &str, numbers: &[DeviceNumber]| numbers.iter().all(|number| *number == first);
@@ -932,7 +933,7 @@ mod allocated_claims_tests {
     }
 
     #[test]
-    fn a_claim_holds_what_it_was_allocated_here_until_it_is_gone() {
+    fn a_claim_holds_its_devices_until_it_is_gone() {
         let mut allocated_claims = allocated_claims(&[claim("1", "node-a", "x")]);
         assert!(allocated_claims.known());
         assert_eq!(allocated_claims.holder("x"), Some("claim default/camera (uid 1)"));
@@ -952,7 +953,7 @@ mod allocated_claims_tests {
     }
 
     #[test]
-    fn what_is_on_another_node_or_another_drivers_is_not_ours() {
+    fn claims_of_other_nodes_and_drivers_are_ignored() {
         assert_eq!(allocated_claims(&[claim("1", "node-b", "x")]).holder("x"), None);
         let mut other = claim("1", "node-a", "x");
         other.status.driver_name = Some("other.example".into());
@@ -966,7 +967,7 @@ mod allocated_claims_tests {
     }
 
     #[test]
-    fn a_handle_that_cannot_be_read_holds_nothing_and_stops_nobody() {
+    fn an_unreadable_handle_holds_nothing() {
         let mut broken = claim("1", "node-a", "x");
         broken.status.allocation.as_mut().unwrap().resource_handles[0].data = Some("not ours".into());
         let allocated_claims = allocated_claims(&[broken, claim("2", "node-a", "y")]);

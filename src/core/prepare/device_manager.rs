@@ -38,7 +38,7 @@ pub struct PodDevicesEntry {
 
 /// The text is not a checkpoint of the device manager.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("kubelet's {FILE} is not as kubelet 1.20 to 1.37 writes it: {0}")]
+#[error("kubelet's {FILE} does not have the format of kubelet 1.20 to 1.37: {0}")]
 pub struct DeviceManagerError(String);
 
 #[derive(Deserialize)]
@@ -136,7 +136,7 @@ mod tests {
         "RegisteredDevices":{"x.dev/a":["a0"]}},"Checksum":1764214563}"#;
 
     #[test]
-    fn what_is_recorded_for_a_pod_that_has_ended_does_not_count() {
+    fn records_of_ended_pods_do_not_count() {
         let grants = parse(WRITTEN.as_bytes()).unwrap();
         let resources = BTreeSet::from(["x.dev/a".to_owned()]);
         let held = recorded(&grants, &resources, |uid| uid == "u-1");
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_grant_is_known_as_ours_by_its_answer_and_never_by_its_name() {
+    fn a_grant_is_ours_by_its_answer_and_not_by_its_name() {
         let answer = |variable: Option<&str>, cdi: Option<&str>| {
             let answer = ContainerAllocateResponse {
                 envs: variable
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_grant_tells_device_numbers() {
+    fn a_grant_has_device_numbers() {
         let paths = |name: &str, path: &str| (name.to_owned(), path.to_owned());
         let answer = ContainerAllocateResponse {
             envs: [
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_is_short_however_long_the_text_is_that_it_cites() {
+    fn an_error_shortens_quoted_text() {
         let text = format!(r#"{{"Data":"{}"}}"#, "x".repeat(100_000));
         let error = parse(text.as_bytes()).unwrap_err().to_string();
         assert!(error.len() < 400, "{} bytes", error.len());

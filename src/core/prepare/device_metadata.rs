@@ -220,7 +220,15 @@ mod tests {
         let link = AttributeValue::string("/dev/serial/by-id/".to_owned() + &"x".repeat(80));
         metadata.describe(&Device {
             kind: "serial".into(),
-            attributes: [("drayman.dev/link".to_owned(), link)].into_iter().collect(),
+            attributes: [
+                ("drayman.dev/link".to_owned(), link),
+                (
+                    "resource.kubernetes.io/pciBusID".to_owned(),
+                    AttributeValue::string("0000:65:00.0"),
+                ),
+            ]
+            .into_iter()
+            .collect(),
             ..Device::default()
         });
         HeldDevice {
@@ -279,6 +287,8 @@ mod tests {
         let attributes = json!({
             "drayman.dev/kind": { "string": "serial" },
             "drayman.dev/link": { "string": format!("/dev/serial/by-id/{}", "x".repeat(80)) },
+            // KubeVirt reads this one.
+            "resource.kubernetes.io/pciBusID": { "string": "0000:65:00.0" },
         });
         let device = |name: &str| json!({ "driver": "drayman.dev", "pool": "node-a", "name": name, "attributes": attributes });
         let expected = |version: &str| {
@@ -307,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_no_dns_names_reach_no_path() {
+    fn only_dns_names_become_paths() {
         for request in ["..", "../x", "a/../b", "", "/", "a/b/c"] {
             assert_eq!(base_request(request), None, "{request}");
             assert_eq!(files("camera", vec![held("a", &[request], None)]), []);

@@ -71,9 +71,10 @@ pub fn check_allocate(
             });
         }
         check_health(device)?;
-        if let (Mode::Both, Some((uid, entry))) = (device.mode, handed_out.prepared_claims.unaccounted(None))
+        if let (Mode::Both, Some((uid, entry))) =
+            (device.mode, handed_out.prepared_claims.with_unknown_devices(None))
         {
-            return Err(Refusal::unaccounted(uid, entry));
+            return Err(Refusal::unknown_devices(uid, entry));
         }
         if let (Mode::Both, Some(holder)) = (device.mode, handed_out.allocated_claims.holder(name)) {
             return Err(Refusal::Allocated {
@@ -111,14 +112,14 @@ pub struct Preference {
     pub size: usize,
 }
 
-/// The end of the name order from which devices are taken.
+/// The order of names in which devices are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
-    /// The first name is taken first, as the controller does for claims.
-    Front,
-    /// The last name is taken first. Used for devices that are also offered to claims, so that both APIs do not compete for the same device
-    /// while enough are free.
-    Back,
+pub enum Order {
+    /// The first name first, as the controller chooses for claims.
+    Ascending,
+    /// The last name first. Used for devices that are also offered to claims, so that both APIs do not compete for the same device while
+    /// enough are free.
+    Descending,
 }
 
 /// Chooses `size` of the available ids, or fewer if there are not enough. `numa_nodes` are the NUMA nodes of each device, by name.
@@ -127,7 +128,11 @@ pub enum End {
 /// devices, so that large groups stay whole; different devices rather than several shares of one; the order of names.
 ///
 /// A device near several NUMA nodes counts for each of them; devices without a NUMA node form a group of their own.
-pub fn preferred(preference: &Preference, numa_nodes: &BTreeMap<String, Vec<i64>>, end: End) -> Vec<String> {
+pub fn preferred(
+    preference: &Preference,
+    numa_nodes: &BTreeMap<String, Vec<i64>>,
+    order: Order,
+) -> Vec<String> {
     let mut chosen: Vec<String> = Vec::new();
     for id in &preference.must_include {
         if chosen.len() < preference.size && !chosen.contains(id) {
@@ -168,7 +173,7 @@ pub fn preferred(preference: &Preference, numa_nodes: &BTreeMap<String, Vec<i64>
             break;
         };
         touched.insert(group);
-        for id in in_order(ids, &chosen, end).into_iter().take(missing) {
+        for id in in_order(ids, &chosen, order).into_iter().take(missing) {
             free.remove(id);
             chosen.push(id.to_owned());
         }
@@ -177,9 +182,9 @@ pub fn preferred(preference: &Preference, numa_nodes: &BTreeMap<String, Vec<i64>
 }
 
 /// The ids in order of preference: first one share of each device without any chosen share.
-fn in_order<'a>(ids: BTreeSet<&'a str>, chosen: &[String], end: End) -> Vec<&'a str> {
+fn in_order<'a>(ids: BTreeSet<&'a str>, chosen: &[String], order: Order) -> Vec<&'a str> {
     let mut ids: Vec<&str> = ids.into_iter().collect();
-    if end == End::Back {
+    if order == Order::Descending {
         ids.reverse();
     }
     let mut taken: BTreeMap<&str, usize> = BTreeMap::new();
@@ -350,21 +355,21 @@ mod preferred_tests {
     }
 
     fn choose(available: &str, must_include: &str, size: usize) -> String {
-        choose_from(available, must_include, size, End::Front)
+        choose_from(available, must_include, size, Order::Ascending)
     }
 
-    fn choose_from(available: &str, must_include: &str, size: usize, end: End) -> String {
+    fn choose_from(available: &str, must_include: &str, size: usize, order: Order) -> String {
         let ids = |text: &str| text.split_whitespace().map(str::to_owned).collect();
         let preference = Preference {
             available: ids(available),
             must_include: ids(must_include),
             size,
         };
-        preferred(&preference, &numa_nodes(), end).join(" ")
+        preferred(&preference, &numa_nodes(), order).join(" ")
     }
 
     #[test]
-    fn one_numa_node_is_enough_if_it_can_be() {
+    fn one_numa_node_is_used_if_it_suffices() {
         assert_eq!(choose("a b e f", "", 2), "a b");
         assert_eq!(choose("a e f", "", 2), "e f");
         assert_eq!(choose("a b c e f", "", 3), "a b c");
@@ -377,10 +382,10 @@ mod preferred_tests {
     }
 
     #[test]
-    fn what_must_be_included_is_and_draws_its_neighbours() {
+    fn required_ids_come_first_then_their_neighbours() {
         assert_eq!(choose("a b c d e f", "b", 2), "b a");
         assert_eq!(choose("a b e f", "b e", 3), "b e a");
-        assert_eq!(choose("a b", "b a", 1), "b", "more than are wanted");
+        assert_eq!(choose("a b", "b a", 1), "b", "more than are requested");
     }
 
     #[test]
@@ -397,8 +402,8 @@ mod preferred_tests {
 
     #[test]
     fn the_device_plugin_prefers_the_last_devices_by_name() {
-        assert_eq!(choose_from("x1 x2 x3", "", 1, End::Front), "x1");
-        assert_eq!(choose_from("x1 x2 x3", "", 2, End::Back), "x3 x2");
+        assert_eq!(choose_from("x1 x2 x3", "", 1, Order::Ascending), "x1");
+        assert_eq!(choose_from("x1 x2 x3", "", 2, Order::Descending), "x3 x2");
     }
 
     #[test]
@@ -410,7 +415,7 @@ mod preferred_tests {
 
     proptest! {
         #[test]
-        fn a_choice_is_of_the_right_size_each_once_and_of_what_is_there(
+        fn a_choice_has_the_requested_size_and_distinct_available_ids(
             available in proptest::collection::btree_set("[a-hwz](\\.[0-2])?", 0..12),
             must in proptest::collection::vec(any::<proptest::sample::Index>(), 0..4),
             size in 0..14_usize,
@@ -423,7 +428,8 @@ mod preferred_tests {
                 must.iter().map(|index| index.get(&available).clone()).collect()
             };
             let preference = Preference { available: available.clone(), must_include: must_include.clone(), size };
-            let chosen = preferred(&preference, &numa_nodes(), if back { End::Back } else { End::Front });
+            let order = if back { Order::Descending } else { Order::Ascending };
+            let chosen = preferred(&preference, &numa_nodes(), order);
             prop_assert_eq!(chosen.len(), size.min(available.len()));
             prop_assert_eq!(chosen.iter().collect::<BTreeSet<_>>().len(), chosen.len());
             prop_assert!(chosen.iter().all(|id| available.contains(id)));

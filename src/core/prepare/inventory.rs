@@ -64,8 +64,8 @@ pub fn inventory(found: &Devices, previous: &Devices, prepared_claims: &Prepared
     all
 }
 
-/// Marks the devices of quarantined claims as unhealthy, so that none of them is allocated only to be refused at Prepare. Devices with several
-/// shares are exempt: a holder of one share does not block the others.
+/// Marks the devices of quarantined claims as unhealthy, so that none of them is allocated only to be refused at Prepare. Devices with
+/// several shares are exempt: a holder of one share does not block the others.
 pub fn withhold(
     devices: &mut Devices,
     prepared_claims: &PreparedClaims,
@@ -150,7 +150,7 @@ impl HandedOut<'_> {
             return true;
         }
         self.allocated_claims.holder(&device.name).is_none()
-            && self.prepared_claims.unaccounted(None).is_none()
+            && self.prepared_claims.with_unknown_devices(None).is_none()
             && (self.containers.hold(&device.name)
                 || (self.containers.known() && self.allocated_claims.known()))
     }
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn an_inventory_that_need_not_be_made_is_what_was_found() {
+    fn an_unneeded_inventory_equals_the_found_devices() {
         let found = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
         let (holds_b, holds_c) = (prepared_claims_holding("b"), prepared_claims_holding("c"));
         for prepared_claims in [PreparedClaims::default(), holds_b, holds_c] {
@@ -308,7 +308,7 @@ mod tests {
             (after["b"].taint_effect, after["b"].shares),
             (TaintEffect::NoExecute, Some(4))
         );
-        // Withheld until it vanished, which evicted nobody.
+        // Withheld until it vanished, which evicted no pod.
         let mut withheld = Devices::from([device("b", Mode::Claims)]);
         withhold(
             &mut withheld,
@@ -371,11 +371,11 @@ mod tests {
         );
         assert!(all["port"].unhealthy.is_some());
         let all = inventory(&found, &Devices::new(), &PreparedClaims::default());
-        assert_eq!(all, found, "and when the claim has given it back, it is free");
+        assert_eq!(all, found, "the device is free once the claim is unprepared");
     }
 
     #[test]
-    fn a_reason_is_never_longer_than_an_inventory_takes() {
+    fn a_reason_fits_into_an_inventory() {
         let mut prepared_claims = prepared_claims_holding("b");
         let (uid, entry) = prepared_claims.entries().iter().next().unwrap();
         let long = Entry {
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_came_back_is_well_again() {
+    fn a_device_that_returns_is_healthy_again() {
         let before = Devices::from([device("b", Mode::Claims)]);
         let gone = inventory(&Devices::new(), &before, &prepared_claims_holding("b"));
         let back = inventory(&before, &gone, &prepared_claims_holding("b"));

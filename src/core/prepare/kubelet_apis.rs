@@ -71,7 +71,7 @@ impl ApisDown {
             events.push(DeviceEvent {
                 reason: "KubeletApiDown",
                 warning: true,
-                note: format!("not offered to kubelet and tried again, the others go on: {note}"),
+                note: format!("not offered to kubelet and retried, the others continue: {note}"),
             });
         }
         if !up.is_empty() {
@@ -79,7 +79,7 @@ impl ApisDown {
             events.push(DeviceEvent {
                 reason: "KubeletApiUp",
                 warning: false,
-                note: format!("offered to kubelet again, or no longer wanted: {note}"),
+                note: format!("offered to kubelet again, or no longer configured: {note}"),
             });
         }
         events
@@ -102,7 +102,7 @@ pub fn problems(states: &[(String, KubeletApiState)]) -> Option<(&'static str, S
     .or_else(|| {
         of("Failed", &|api, state| match state {
             KubeletApiState::Failed { message } => {
-                Some(format!("the API for {api} is down and is tried again: {message}"))
+                Some(format!("the API for {api} is down and is retried: {message}"))
             }
             _ => None,
         })
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn an_api_that_fails_is_told_once_and_again_when_it_is_up() {
+    fn an_api_failure_is_reported_once_and_its_end_once() {
         let failed = failed("read-only file system");
         let mut down = ApisDown::default();
         let mut told = Vec::new();
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_problem_is_said_with_all_that_have_it() {
+    fn the_worst_problem_is_reported_with_its_apis() {
         assert_eq!(problems(&states(&[("claims", KubeletApiState::Waiting)])), None);
         let all = states(&[
             ("claims", KubeletApiState::Starting),

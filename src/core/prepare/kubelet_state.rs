@@ -92,13 +92,13 @@ impl KubeletView {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KubeletStateError {
     /// The format is not that of a known release.
-    #[error("kubelet's {FILE} is not as kubelet 1.27 to 1.37 writes it: {0}")]
+    #[error("kubelet's {FILE} does not have the format of kubelet 1.27 to 1.37: {0}")]
     Shape(String),
     /// The version is not supported.
-    #[error("kubelet's {FILE} has version {0:?}; {VERSION:?} and {API_VERSION:?} are understood")]
+    #[error("kubelet's {FILE} has version {0:?}; {VERSION:?} and {API_VERSION:?} are supported")]
     Version(String),
     /// A listed claim has an invalid uid.
-    #[error("kubelet's {FILE} lists a claim without a proper uid: {0}")]
+    #[error("kubelet's {FILE} lists a claim without a valid uid: {0}")]
     ClaimUid(#[from] ClaimUidError),
 }
 
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_never_an_empty_list() {
+    fn an_unreadable_list_is_an_error() {
         for text in [
             "",
             "null",

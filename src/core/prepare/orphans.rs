@@ -89,7 +89,7 @@ impl ApiView {
     }
 }
 
-/// The container runtime's view of the claims of [`Orphans::claims_to_check`]. A claim that is in none of the sets is decided without it.
+/// The container runtime's view of the claims of [`Orphans::claims_to_check`]. The decision for other claims ignores the runtime.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RuntimeView {
     /// The claims whose devices no container has.
@@ -131,7 +131,7 @@ impl Orphans {
         }
     }
 
-    /// Clears a claim that is no orphan: kubelet has just prepared it, or it holds nothing any more.
+    /// Clears a claim that is not an orphan: kubelet has just prepared it, or it holds nothing any more.
     pub fn forget(&mut self, uid: &ClaimUid) {
         self.suspects.remove(uid);
         self.conflicting.remove(uid);
@@ -156,7 +156,7 @@ impl Orphans {
         let conflicting = &self.conflicting;
         let is_suspect = |uid: &ClaimUid, entry: &Entry| {
             let listed = kubelet.lists(uid) == Some(true);
-            entry.is_done() && (entry.is_unaccounted() || !listed || conflicting.contains(uid))
+            entry.is_done() && (entry.has_unknown_devices() || !listed || conflicting.contains(uid))
         };
         self.suspects.retain(|uid, _| {
             prepared_claims
@@ -177,7 +177,7 @@ impl Orphans {
                 Some(false) => suspect.missing.or(Some(now)),
                 _ => None,
             };
-            let at_once = entry.is_unaccounted() || (self.has_runtime && conflicting.contains(uid));
+            let at_once = entry.has_unknown_devices() || (self.has_runtime && conflicting.contains(uid));
             if now.saturating_sub(suspect.since) < self.grace && !at_once {
                 continue;
             }
@@ -246,7 +246,7 @@ impl Orphans {
                     ApiView::Present {
                         devices: Some(devices),
                     },
-                ) if entry.is_unaccounted() && !devices.is_empty() => {
+                ) if entry.has_unknown_devices() && !devices.is_empty() => {
                     decisions.push(Decision::Explain(uid.clone(), devices.clone()));
                     // The next check decides anything further.
                     suspect.quarantine = None;
@@ -270,8 +270,9 @@ impl Orphans {
                     let no_news = matches!(answer, ApiView::Unknown(_));
                     let before = suspect.quarantine.take().filter(|_| no_news);
                     // A claim prepared before the boot blocks no device.
-                    let doubt = (prepared_claims.may_be_in_use(entry) && (due || entry.is_unaccounted()))
-                        .then(|| doubt(entry, kubelet, uid, answer));
+                    let doubt = (prepared_claims.may_be_in_use(entry)
+                        && (due || entry.has_unknown_devices()))
+                    .then(|| doubt(entry, kubelet, uid, answer));
                     suspect.quarantine = doubt.flatten().or(before);
                 }
             }
@@ -309,9 +310,9 @@ const NO_ANSWER: &str = "kubelet and the API server no longer have it, but the c
 
 /// The reason to quarantine a missing claim instead of freeing it; `None` if there is none yet.
 fn doubt(entry: &Entry, kubelet: &KubeletView, uid: &ClaimUid, answer: &ApiView) -> Option<String> {
-    if entry.is_unaccounted() {
+    if entry.has_unknown_devices() {
         return Some(
-            "which devices it has was lost with the checkpoint, and no other claim is prepared until that is known"
+            "the record of its devices was lost with the checkpoint, and no other claim is prepared until they are known"
                 .to_owned(),
         );
     }
@@ -320,11 +321,11 @@ fn doubt(entry: &Entry, kubelet: &KubeletView, uid: &ClaimUid, answer: &ApiView)
             Some("kubelet no longer lists it, but the API server still has it".to_owned())
         }
         (KubeletView::Lists(_), ApiView::Gone) => Some(
-            "kubelet still lists it, but the API server no longer has it and has given its device to another claim (say --force if no container uses it)"
+            "kubelet still lists it, but the API server no longer has it and has given its device to another claim (use --force if no container uses it)"
                 .to_owned(),
         ),
         (KubeletView::Lists(_), ApiView::Present { .. }) if !answer.holds_one_of(entry) => Some(
-            "kubelet still lists it, but for the API server it is not allocated any more, and its device was given to another claim (say --force if no container uses it)"
+            "kubelet still lists it, but in the API server it is not allocated any more, and its device was given to another claim (use --force if no container uses it)"
                 .to_owned(),
         ),
         (KubeletView::Unknown(why), ApiView::Gone) => Some(format!(

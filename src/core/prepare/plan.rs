@@ -43,8 +43,8 @@ pub fn plan_prepare(
         return prepared_before(prepared_claims, inventory, claim, (&uid, entry), &allocated)
             .map(|steps| (uid, steps));
     }
-    if let Some((other, entry)) = prepared_claims.unaccounted(Some(&uid)) {
-        return Err(Refusal::unaccounted(other, entry));
+    if let Some((other, entry)) = prepared_claims.with_unknown_devices(Some(&uid)) {
+        return Err(Refusal::unknown_devices(other, entry));
     }
 
     let mut evicted = BTreeSet::new();
@@ -59,7 +59,7 @@ pub fn plan_prepare(
         devices.push(described(inventory, &allocated));
     }
 
-    // As at Unprepare, the files go first; then the driver undoes its work.
+    // As at Unprepare, the files go first; then the driver reverts its work.
     let cleared: Vec<ClaimUid> = evicted.iter().cloned().chain(own.map(|_| uid.clone())).collect();
     let mut steps: Vec<PlanStep> = cleared.iter().cloned().map(PlanStep::RemoveCdi).collect();
     steps.extend(cleared.into_iter().map(PlanStep::Unprepare));
@@ -266,7 +266,9 @@ fn prepared_before(
         .any(|held| allocated.iter().any(|allocated| held.has_lost_shares(allocated)));
     let complete = !entry.name.is_empty() && !entry.devices.is_empty() && !lacks_shares;
     let (held, now) = (names(&entry.devices), names(allocated));
-    if (!entry.is_unaccounted() && held != now) || (complete && !same_allocation(&entry.devices, allocated)) {
+    if (!entry.has_unknown_devices() && held != now)
+        || (complete && !same_allocation(&entry.devices, allocated))
+    {
         return Err(Refusal::Changed {
             held: list(held.iter().map(String::as_str)),
             named: list(now.iter().map(String::as_str)),
@@ -420,7 +422,7 @@ const RESULTS_MAX: usize = 32;
 
 /// Why a claim gives this driver no devices. The message is for the pod's event.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum ResultsError {
     #[error(
         "the claim was deleted, and another of this name has uid {found:?}: delete the pod so that its replacement uses it"
@@ -549,7 +551,7 @@ pub struct NodeIdentity {
 
 /// Why the node refuses a request. Each message is for the user who reads the pod's events.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum Refusal {
     #[error(transparent)]
     ClaimUid(#[from] ClaimUidError),
@@ -560,10 +562,10 @@ pub enum Refusal {
         /// The invalid value, truncated.
         value: String,
     },
-    #[error("{0}; it must be as drayman's controller wrote it")]
+    #[error("{0}; only drayman's controller may write it")]
     Handle(#[from] HandleError),
     #[error(
-        "the claim was allocated by structured parameters, which this driver does not have: use a ResourceClass without structuredParameters"
+        "the claim was allocated by structured parameters, which this driver does not support: use a ResourceClass without structuredParameters"
     )]
     StructuredParameters,
     #[error(
@@ -588,7 +590,7 @@ pub enum Refusal {
     },
     #[error("the uid of node {0:?} is not yet known; the companion keeps asking the API server")]
     NodeUnknown(String),
-    #[error("no device is named")]
+    #[error("the allocation names no device")]
     NoDevice,
     #[error("device {0:?} is named twice")]
     Twice(String),
@@ -634,17 +636,17 @@ pub enum Refusal {
     )]
     InContainer { device: String, holder: String },
     #[error(
-        "device {device:?} may be in use as an extended resource: kubelet's pod resources API does not say ({problem})"
+        "device {device:?} may be in use as an extended resource: kubelet's pod resources API gives no answer ({problem})"
     )]
     ContainersUnknown { device: String, problem: String },
     #[error("device {device:?} is allocated to {holder}, which does not use it yet")]
     Allocated { device: String, holder: String },
     #[error(
-        "the checkpoint of this node was lost, and it is not known yet which devices {holder} has: the API server is asked; if it cannot tell and no container uses the claim, run `drayman node release {uid}` on the node"
+        "the checkpoint of this node was lost, and the devices of {holder} are not known yet: the API server is asked; if it does not know them and no container uses the claim, run `drayman node release {uid}` on the node"
     )]
-    Unaccounted { holder: String, uid: String },
+    UnknownDevices { holder: String, uid: String },
     #[error(
-        "the claim is prepared with {held}, its allocation now names {named}: it must be unprepared first"
+        "the claim is prepared with {held}, but its allocation now names {named}: it must be unprepared first"
     )]
     Changed { held: String, named: String },
     #[error(transparent)]
@@ -657,8 +659,8 @@ pub enum Refusal {
 
 impl Refusal {
     /// The error for a claim whose devices are unknown.
-    pub(super) fn unaccounted(uid: &ClaimUid, entry: &Entry) -> Self {
-        Self::Unaccounted {
+    pub(super) fn unknown_devices(uid: &ClaimUid, entry: &Entry) -> Self {
+        Self::UnknownDevices {
             holder: entry.describe(uid),
             uid: uid.to_string(),
         }
@@ -685,7 +687,7 @@ impl Refusal {
             | Self::Allocated { .. } => "DeviceHeld",
             Self::RuntimeUnavailable { .. } => "ContainerRuntimeUnavailable",
             Self::ContainersUnknown { .. } => "PodResourcesUnavailable",
-            Self::Unaccounted { .. } => "HoldingsUnknown",
+            Self::UnknownDevices { .. } => "HoldingsUnknown",
             Self::Changed { .. } | Self::TooFewShares { .. } => "AllocationChanged",
             Self::SamePath(_) => "ContainerPathTaken",
             Self::NoResource(_) | Self::OtherResource { .. } => "InvalidResource",
@@ -803,7 +805,7 @@ fn api(mode: Mode) -> &'static str {
         Mode::Claims => "resource claims",
         Mode::ExtendedResource => "an extended resource",
         Mode::Both => "resource claims and an extended resource",
-        Mode::Unknown => "nobody that this release knows",
+        Mode::Unknown => "an API that this release does not know",
     }
 }
 
@@ -828,12 +830,12 @@ pub enum PlanStep {
     WriteCdi(ClaimUid),
     /// Removes the claim's CDI file, if it exists.
     RemoveCdi(ClaimUid),
-    /// Calls the node's driver to undo its work for the claim, even if it may have done none.
+    /// Calls the node's driver to revert its work for the claim, even if it may have done none.
     Unprepare(ClaimUid),
 }
 
 /// Storage for the checkpoint and the CDI files. Each call either completes durably, so that the result outlives this process, or fails.
-pub trait Records {
+pub trait Storage {
     /// Why storing failed.
     type Error;
 
@@ -843,35 +845,35 @@ pub trait Records {
     /// Stores the container edits of a claim, which the driver has made.
     fn write_cdi(&self, uid: &ClaimUid, entry: &Entry) -> Result<(), Self::Error>;
 
-    /// Removes the file of [`Records::write_cdi`], if it exists.
+    /// Removes the file of [`Storage::write_cdi`], if it exists.
     fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), Self::Error>;
 }
 
 impl PlanStep {
     /// Performs the step, unless it is one for the driver. Returns the new prepared claims if the step changes them. If storing fails,
     /// nothing changes.
-    pub fn perform<R: Records>(
+    pub fn perform<S: Storage>(
         &self,
         prepared_claims: &PreparedClaims,
-        records: &R,
-    ) -> Result<Option<PreparedClaims>, R::Error> {
+        storage: &S,
+    ) -> Result<Option<PreparedClaims>, S::Error> {
         match self {
-            Self::Save(changes) if changes.is_empty() => records.save(prepared_claims)?,
+            Self::Save(changes) if changes.is_empty() => storage.save(prepared_claims)?,
             Self::Save(changes) => {
                 let mut next = prepared_claims.clone();
                 for change in changes {
                     next.apply(change);
                 }
-                records.save(&next)?;
+                storage.save(&next)?;
                 return Ok(Some(next));
             }
             Self::WriteCdi(uid) => {
                 let entry = prepared_claims.entry(uid);
                 if let Some(entry) = entry.filter(|entry| entry.container_edits().is_some()) {
-                    records.write_cdi(uid, entry)?;
+                    storage.write_cdi(uid, entry)?;
                 }
             }
-            Self::RemoveCdi(uid) => records.remove_cdi(uid)?,
+            Self::RemoveCdi(uid) => storage.remove_cdi(uid)?,
             Self::Prepare(_) | Self::Unprepare(_) => {}
         }
         Ok(None)
@@ -881,7 +883,7 @@ impl PlanStep {
 /// Pause before the first retry; it doubles with each failure.
 const FIRST: Duration = Duration::from_secs(1);
 /// Maximum pause.
-const LONGEST: Duration = Duration::from_secs(60);
+const MAX_PAUSE: Duration = Duration::from_secs(60);
 
 /// The missing files.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -906,7 +908,7 @@ impl Retries {
     /// Schedules a retry after a failed write.
     pub fn failed(&mut self, missing: Missing, now: Duration) {
         let before = self.0.get(&missing);
-        let pause = before.map_or(FIRST, |retry| retry.pause.saturating_mul(2).min(LONGEST));
+        let pause = before.map_or(FIRST, |retry| retry.pause.saturating_mul(2).min(MAX_PAUSE));
         let due = now.saturating_add(pause);
         self.0.insert(missing, ScheduledRetry { pause, due });
     }

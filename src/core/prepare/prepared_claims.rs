@@ -254,8 +254,8 @@ impl PreparedClaims {
         held.map(HeldDevice::shares).sum::<usize>().max(1)
     }
 
-    /// A claim in use, other than `own`, that holds a device under another name. It may still have the device's number from before the devices
-    /// were plugged in again, or before a reload.
+    /// A claim in use, other than `own`, that holds a device under another name. It may still have the device's number from before the
+    /// devices were plugged in again, or before a reload.
     pub fn holder_by_another_name(
         &self,
         own: Option<&ClaimUid>,
@@ -287,10 +287,10 @@ impl PreparedClaims {
     }
 
     /// A claim other than `own` that may be in use and whose devices are unknown.
-    pub fn unaccounted(&self, own: Option<&ClaimUid>) -> Option<(&ClaimUid, &Entry)> {
-        self.entries
-            .iter()
-            .find(|(uid, entry)| Some(*uid) != own && entry.is_unaccounted() && self.may_be_in_use(entry))
+    pub fn with_unknown_devices(&self, own: Option<&ClaimUid>) -> Option<(&ClaimUid, &Entry)> {
+        self.entries.iter().find(|(uid, entry)| {
+            Some(*uid) != own && entry.has_unknown_devices() && self.may_be_in_use(entry)
+        })
     }
 
     /// Applies a change.
@@ -369,7 +369,7 @@ impl Entry {
     }
 
     /// Whether kubelet may have the claim while its devices are unknown.
-    pub fn is_unaccounted(&self) -> bool {
+    pub fn has_unknown_devices(&self) -> bool {
         self.is_done() && self.devices.is_empty()
     }
 
@@ -429,9 +429,9 @@ impl Entry {
         })
     }
 
-    /// Reads the record from a CDI file of this driver: in structured mode from the names of the CDI devices, in classic mode from the variables
-    /// named after devices. Namespace, name, kinds and share ids are not in the file. Returns `None` if the file does not have the form that
-    /// [`Self::cdi_spec`] produces.
+    /// Reads the record from a CDI file of this driver: in structured mode from the names of the CDI devices, in classic mode from the
+    /// variables named after devices. Namespace, name, kinds and share ids are not in the file. Returns `None` if the file does not have
+    /// the form that [`Self::cdi_spec`] produces.
     ///
     /// The entry counts as prepared in this boot. That is true if `/var/run` is kept in memory, and the safe assumption elsewhere.
     pub fn of_cdi_spec(driver: &DriverName, uid: &ClaimUid, boot_id: &str, spec: &cdi::Spec) -> Option<Self> {
@@ -625,7 +625,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_of_an_earlier_boot_is_in_use() {
+    fn claims_of_an_earlier_boot_are_not_in_use() {
         let mut entry = started("before");
         entry.progress = Progress::Done {
             container_edits: ContainerEdits::default(),
@@ -694,7 +694,7 @@ mod cdi_tests {
     }
 
     #[test]
-    fn the_file_says_what_the_specification_asks_for() {
+    fn the_file_has_the_form_of_the_cdi_specification() {
         let text = serde_json::to_string(&cdi_spec(&driver(), &uid(), &container_edits())).unwrap();
         assert_eq!(
             text,
@@ -708,7 +708,7 @@ mod cdi_tests {
     }
 
     #[test]
-    fn a_file_tells_which_devices_the_claim_holds() {
+    fn a_file_names_the_devices_of_its_claim() {
         let entry = Entry::of_cdi_spec(
             &driver(),
             &uid(),
@@ -770,7 +770,7 @@ mod cdi_tests {
     }
 
     #[test]
-    fn a_file_that_is_not_as_we_write_it_tells_nothing() {
+    fn a_file_in_another_form_is_not_read() {
         let good = cdi_spec(&driver(), &uid(), &container_edits());
         let mut other_kind = good.clone();
         other_kind.kind = "other.dev/claim".into();

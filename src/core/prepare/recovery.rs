@@ -14,10 +14,10 @@ use crate::core::names::{ClaimUid, ClaimUidError, DriverName};
 
 /// Rebuilds the entries of a lost checkpoint from the other sources: CDI files of this driver, and the claims that kubelet lists.
 ///
-/// A claim found in any source is never dropped. If no source names its devices, its entry has none ([`Entry::is_unaccounted`]), and no
-/// claim is prepared until the devices are known. A claim without a file that kubelet has not seen prepared is only started: no container has
-/// it, and its devices may be those of another claim. `files` are the claims with a CDI file of this driver, with its content if readable. All
-/// other entries count as prepared in this boot, which is the safe assumption.
+/// A claim found in any source is never dropped. If no source names its devices, its entry has none ([`Entry::has_unknown_devices`]), and
+/// no claim is prepared until the devices are known. A claim without a file that kubelet has not seen prepared is only started: no
+/// container has it, and its devices may be those of another claim. `files` are the claims with a CDI file of this driver, with its content
+/// if readable. All other entries count as prepared in this boot, which is the safe assumption.
 pub fn rebuild(
     driver: &DriverName,
     boot_id: &str,
@@ -60,8 +60,8 @@ pub fn unexplained(
     files.iter().filter(lacks).cloned().collect()
 }
 
-/// The entries to start with. `files` is the content of the files of [`unexplained`] claims; `kubelet` reads kubelet's list, and is called only
-/// without a usable checkpoint.
+/// The entries to start with. `files` is the content of the files of [`unexplained`] claims; `kubelet` reads kubelet's list, and is called
+/// only without a usable checkpoint.
 pub fn initial_entries(
     checkpoint: Option<BTreeMap<ClaimUid, Entry>>,
     driver: &DriverName,
@@ -79,8 +79,8 @@ pub fn initial_entries(
     }
 }
 
-/// The claims of this driver that containers use according to kubelet's PodResources API. The CDI ids show the devices in structured mode only.
-/// Kubelet shows claims only with the feature gate `KubeletPodResourcesDynamicResources` (off by default up to 1.33).
+/// The claims of this driver that containers use according to kubelet's PodResources API. The CDI ids show the devices in structured mode
+/// only. Kubelet shows claims only with the feature gate `KubeletPodResourcesDynamicResources` (off by default up to 1.33).
 pub fn running_claims(driver: &DriverName, pods: &[PodResources]) -> KubeletClaims {
     let resources = pods
         .iter()
@@ -145,7 +145,10 @@ pub fn plan_explained(
     uid: &ClaimUid,
     devices: &[HeldDevice],
 ) -> Vec<PlanStep> {
-    let Some(entry) = prepared_claims.entry(uid).filter(|entry| entry.is_unaccounted()) else {
+    let Some(entry) = prepared_claims
+        .entry(uid)
+        .filter(|entry| entry.has_unknown_devices())
+    else {
         return Vec::new();
     };
     let known = ClaimDetails {
@@ -162,7 +165,7 @@ pub fn plan_explained(
 }
 
 /// Plans, claim by claim, the cleanup at a start and at intervals: unfinished attempts, and files without an entry. A plan stops at a
-/// failed step; if the driver failed to undo its work, the claim's record stays, so that the plan is retried. The caller makes the result
+/// failed step; if the driver failed to revert its work, the claim's record stays, so that the plan is retried. The caller makes the result
 /// durable afterwards.
 ///
 /// `files` are the claims with a CDI file of this driver. Cleaning up a started entry is safe: no container has been given any part of it,
@@ -188,7 +191,7 @@ pub fn plan_restoring(prepared_claims: &PreparedClaims) -> Vec<(ClaimUid, Vec<Pl
     let done = prepared_claims
         .entries()
         .iter()
-        .filter(|(_, entry)| entry.is_done() && !entry.is_unaccounted());
+        .filter(|(_, entry)| entry.is_done() && !entry.has_unknown_devices());
     let steps = |uid: &ClaimUid| vec![PlanStep::Prepare(uid.clone()), PlanStep::WriteCdi(uid.clone())];
     done.map(|(uid, _)| (uid.clone(), steps(uid))).collect()
 }
@@ -197,12 +200,12 @@ pub fn plan_restoring(prepared_claims: &PreparedClaims) -> Vec<(ClaimUid, Vec<Pl
 /// devices are unknown.
 pub fn plan_restoring_one(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Option<Vec<PlanStep>> {
     let entry = prepared_claims.entry(uid)?;
-    (entry.is_done() && !entry.is_unaccounted()).then(|| restore(uid))
+    (entry.is_done() && !entry.has_unknown_devices()).then(|| restore(uid))
 }
 
-/// Plans, claim by claim, the response to changed devices: a claim's CDI file must never refer to a node that now belongs to another device.
-/// `before` and `after` are the inventories. The driver may still know a held device that was not found, such as one that the configuration no
-/// longer describes, so it is asked each time.
+/// Plans, claim by claim, the response to changed devices: a claim's CDI file must never refer to a node that now belongs to another
+/// device. `before` and `after` are the inventories. The driver may still know a held device that was not found, such as one that the
+/// configuration no longer describes, so it is asked each time.
 pub fn plan_refresh(
     prepared_claims: &PreparedClaims,
     before: &Devices,
@@ -218,13 +221,13 @@ pub fn plan_refresh(
 }
 
 /// Plans the rollback after a step for a claim has failed. The caller reports the failure itself. If a step of this plan fails, the rest is
-/// skipped: a claim's record is removed only after the driver has undone its work. The next request for the claim or the device, the next
+/// skipped: a claim's record is removed only after the driver has reverted its work. The next request for the claim or the device, the next
 /// check for orphans or the next start retries it.
 ///
 /// A prepared claim keeps its devices; only its file is removed, so that no further container starts with a device that is no longer the
 /// allocated one. That includes a claim of an earlier boot, which kubelet 1.27 does not prepare again. Every other claim is rolled back
 /// completely.
-pub fn plan_undo(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Vec<PlanStep> {
+pub fn plan_roll_back(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Vec<PlanStep> {
     let mut steps = vec![PlanStep::RemoveCdi(uid.clone())];
     if prepared_claims.entry(uid).is_some_and(|entry| !entry.is_done()) {
         steps.push(PlanStep::Unprepare(uid.clone()));
@@ -235,11 +238,11 @@ pub fn plan_undo(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Vec<PlanSt
 
 /// Why a claim is not released manually.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum ReleaseRefusal {
     #[error(transparent)]
     ClaimUid(#[from] ClaimUidError),
-    #[error("the claim of uid {0} holds nothing on this node")]
+    #[error("the claim of uid {0} holds no devices on this node")]
     NotHeld(ClaimUid),
     #[error(
         "kubelet lists {0} as prepared: delete its pod, and kubelet unprepares it. If kubelet cannot and no container uses the claim, use --force"
@@ -278,7 +281,7 @@ pub fn plan_release(
     Ok((uid, steps))
 }
 
-/// The steps that release a claim. The file goes first: after a kill in between, the claim is still recorded.
+/// The steps that release a claim. The file goes first: if the process is killed in between, the claim is still recorded.
 pub fn plan_free(uid: &ClaimUid) -> Vec<PlanStep> {
     vec![
         PlanStep::RemoveCdi(uid.clone()),
@@ -414,14 +417,14 @@ mod tests {
         assert_eq!(done, [true, true, false]);
         let prepared_claims = PreparedClaims::new(BOOT, entries);
         assert_eq!(
-            prepared_claims.unaccounted(Some(&uid('2'))),
+            prepared_claims.with_unknown_devices(Some(&uid('2'))),
             None,
             "no claim waits for the third"
         );
         assert_eq!(
             plan_clearing(&prepared_claims, &files.into_keys().collect()),
             [plan_free(&uid('3'))],
-            "the driver undoes what it may have begun"
+            "the driver reverts unfinished work"
         );
     }
 
@@ -475,7 +478,7 @@ mod tests {
             (vec!["x"], "camera")
         );
         assert_eq!(entry('2').name, "camera");
-        assert!(entry('2').is_unaccounted() && prepared_claims.may_be_in_use(entry('2')));
+        assert!(entry('2').has_unknown_devices() && prepared_claims.may_be_in_use(entry('2')));
         assert_eq!(
             with_running(&prepared_claims, &running),
             None,
@@ -493,7 +496,7 @@ mod tests {
         );
         let prepared_claims = PreparedClaims::new(BOOT, entries.clone());
         assert_eq!(
-            plan_undo(&prepared_claims, &uid('1')),
+            plan_roll_back(&prepared_claims, &uid('1')),
             [PlanStep::RemoveCdi(uid('1'))]
         );
         assert_eq!(
@@ -504,7 +507,7 @@ mod tests {
             container_edits: None,
         };
         let prepared_claims = PreparedClaims::new(BOOT, entries);
-        assert_eq!(plan_undo(&prepared_claims, &uid('1')), plan_free(&uid('1')));
+        assert_eq!(plan_roll_back(&prepared_claims, &uid('1')), plan_free(&uid('1')));
         assert_eq!(plan_restoring_one(&prepared_claims, &uid('1')), None);
     }
 
@@ -605,7 +608,7 @@ mod release_tests {
     }
 
     #[test]
-    fn what_kubelet_lists_or_may_list_is_released_by_force_only() {
+    fn possibly_listed_claims_are_released_only_by_force() {
         let listed = KubeletView::Lists(KubeletClaims::from([(uid(), KubeletClaim::default())]));
         for kubelet in [listed, KubeletView::Unknown("no such file".into())] {
             let refusal = plan_release(&prepared_claims("boot"), &kubelet, UID, false).unwrap_err();
@@ -625,7 +628,7 @@ mod release_tests {
     }
 
     #[test]
-    fn a_person_sees_who_holds_what_and_why_it_is_in_quarantine() {
+    fn holdings_have_a_holder_and_the_reason_of_a_quarantine() {
         let quarantine = BTreeMap::from([(uid(), "forgotten".to_owned())]);
         let shown = &holdings(&prepared_claims("boot"), &quarantine)[0];
         assert_eq!(

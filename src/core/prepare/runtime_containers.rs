@@ -70,8 +70,8 @@ impl RuntimeContainers {
         })
     }
 
-    /// A container that has one of the device's nodes or its CDI device, without admin access, or that got it by a structured claim other than
-    /// `claim`, which is `None` for a starting container.
+    /// A container that has one of the device's nodes or its CDI device, without admin access, or that got it by a structured claim other
+    /// than `claim`, which is `None` for a starting container.
     pub fn other_user(
         &self,
         driver: &DriverName,
@@ -160,7 +160,7 @@ impl RuntimeContainer {
 
 /// Why the runtime's report about a container is unusable.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the container runtime does not tell what it gave a container: {0}")]
+#[error("the container runtime does not report the devices of a container: {0}")]
 pub struct RuntimeInfoError(String);
 
 #[derive(Deserialize)]
@@ -315,7 +315,7 @@ pub(crate) mod tests {
         let given = info(
             r#"{"privileged":true,"runtimeSpec":{"linux":{"devices":[{"type":"c","major":1,"minor":3}]}}}"#,
         );
-        assert_eq!(given, Ok(ContainerDevices::default()), "as CRI-O tells it");
+        assert_eq!(given, Ok(ContainerDevices::default()), "as CRI-O reports it");
     }
 
     #[test]
@@ -361,7 +361,7 @@ pub(crate) mod tests {
         assert!(has(container(RuntimeContainerState::Created, 1)));
         assert!(
             !has(container(RuntimeContainerState::Created, 9_999)),
-            "nobody starts it any more"
+            "it is never started"
         );
         assert!(!has(container(RuntimeContainerState::Exited, 1)));
         let all = RuntimeContainers(vec![container(RuntimeContainerState::Running, 1)]);

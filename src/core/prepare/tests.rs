@@ -12,17 +12,17 @@ use super::container_edits::{ContainerEdits, DeviceNode};
 use super::containers::Containers;
 use super::inventory::Devices;
 use super::plan::{
-    Allocation, ClaimToPrepare, ClaimToUnprepare, NodeIdentity, PlanStep, Records, plan_prepare,
+    Allocation, ClaimToPrepare, ClaimToUnprepare, NodeIdentity, PlanStep, Storage, plan_prepare,
     plan_unprepare,
 };
 use super::prepared_claims::{Entry, PreparedClaims};
-use super::recovery::{plan_clearing, plan_restoring, plan_undo};
+use super::recovery::{plan_clearing, plan_restoring, plan_roll_back};
 use crate::api::crd::Device;
 use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use crate::core::names::ClaimUid;
 
 /// Storage that the next process can read.
-pub(crate) trait Disk: Records {
+pub(crate) trait Disk: Storage {
     /// The state that the next process finds: the prepared claims, and the claims with a CDI file.
     fn found(&self) -> (BTreeMap<ClaimUid, Entry>, BTreeSet<ClaimUid>);
     /// Simulates a reboot: `/var/run` is empty.
@@ -145,7 +145,7 @@ pub(crate) struct Node<D: Disk> {
     boots: usize,
     /// Claims that kubelet considers prepared; their containers may be running.
     running: BTreeSet<usize>,
-    /// Claims for which the driver has work left to undo.
+    /// Claims for which the driver has work left to revert.
     driven: BTreeSet<ClaimUid>,
     /// Claims in use whose CDI file a failed step removed; the next request or start restores it.
     without_file: BTreeSet<ClaimUid>,
@@ -190,7 +190,7 @@ where
         );
         for claim in [0, 2] {
             self.operate(Operation::Prepare { claim }, Fault::None);
-            assert!(self.running.contains(&claim), "every device can be had again");
+            assert!(self.running.contains(&claim), "every claim can be prepared again");
         }
     }
 
@@ -227,7 +227,7 @@ where
                                 0
                             };
                             self.without_file.extend(evicted.take(removed));
-                            self.undo(&uid);
+                            self.roll_back(&uid);
                         }
                         Outcome::Killed => {}
                     }
@@ -284,8 +284,8 @@ where
         }
     }
 
-    fn undo(&mut self, uid: &ClaimUid) {
-        for step in plan_undo(&self.prepared_claims, uid) {
+    fn roll_back(&mut self, uid: &ClaimUid) {
+        for step in plan_roll_back(&self.prepared_claims, uid) {
             self.perform(&step);
         }
         if self.prepared_claims.entry(uid).is_some() {
@@ -345,43 +345,39 @@ where
                 self.prepared_claims
                     .entry(&uid(*claim))
                     .is_some_and(Entry::is_done),
-                "a running claim is not in the ledger"
+                "a running claim is not recorded"
             );
         }
         let (entries, files) = self.disk.found();
         assert!(
             self.driven.iter().all(|uid| entries.contains_key(uid)),
-            "the driver has not undone what it did for a claim that is forgotten"
+            "the driver has not reverted its work for a forgotten claim"
         );
         assert_eq!(
             &entries,
             self.prepared_claims.entries(),
-            "the checkpoint is not what the process believes"
+            "the checkpoint differs from the state of the process"
         );
         let done: BTreeSet<ClaimUid> = entries
             .iter()
             .filter(|(_, entry)| entry.is_done())
             .map(|(uid, _)| uid.clone())
             .collect();
-        assert_eq!(
-            done.len(),
-            entries.len(),
-            "an attempt that failed still holds something"
-        );
+        assert_eq!(done.len(), entries.len(), "a failed attempt still holds devices");
         let expected: BTreeSet<ClaimUid> = done.difference(&self.without_file).cloned().collect();
-        assert_eq!(files, expected, "a CDI file exists exactly for what is prepared");
+        assert_eq!(files, expected, "a CDI file exists for each prepared claim only");
     }
 }
 
 /// An in-memory disk.
 #[derive(Default)]
-struct Thought {
+struct MemoryDisk {
     entries: RefCell<BTreeMap<ClaimUid, Entry>>,
     files: RefCell<BTreeMap<ClaimUid, ContainerEdits>>,
     writes: Cell<usize>,
 }
 
-impl Records for Thought {
+impl Storage for MemoryDisk {
     type Error = std::convert::Infallible;
 
     fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), Self::Error> {
@@ -403,7 +399,7 @@ impl Records for Thought {
     }
 }
 
-impl Disk for Thought {
+impl Disk for MemoryDisk {
     fn found(&self) -> (BTreeMap<ClaimUid, Entry>, BTreeSet<ClaimUid>) {
         let files = self.files.borrow().keys().cloned().collect();
         (self.entries.borrow().clone(), files)
@@ -416,7 +412,7 @@ impl Disk for Thought {
 
 #[test]
 fn prepare_writes_two_checkpoints_and_unprepare_one() {
-    let mut node = Node::new(Thought::default());
+    let mut node = Node::new(MemoryDisk::default());
     node.operate(Operation::Prepare { claim: 0 }, Fault::None);
     assert_eq!(node.disk.writes.get(), 2);
     node.operate(Operation::Prepare { claim: 0 }, Fault::None);
@@ -429,7 +425,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1_000))]
 
     #[test]
-    fn a_node_that_is_killed_anywhere_keeps_its_promises(operations in operations()) {
-        Node::new(Thought::default()).live(&operations);
+    fn a_node_killed_at_any_step_keeps_the_invariants(operations in operations()) {
+        Node::new(MemoryDisk::default()).live(&operations);
     }
 }

@@ -65,7 +65,7 @@ fn allocations(
     for (index, claim) in claims.iter().enumerate() {
         let (mut results, mut devices) = (Vec::new(), Vec::new());
         for choice in &search.chosen {
-            let (Some((request, wanted)), Some(device)) = (
+            let (Some((request, subrequest)), Some(device)) = (
                 search.alternative(choice.request, choice.alternative),
                 search.devices.get(choice.device),
             ) else {
@@ -77,12 +77,12 @@ fn allocations(
             let consumed = choice.consumed.iter();
             let consumed = consumed.map(|(name, (_, text))| ((*name).to_owned(), text.clone()));
             results.push(DeviceRequestAllocationResult {
-                request: request.result_name(wanted),
+                request: request.result_name(subrequest),
                 driver: device.id.driver.clone(),
                 pool: device.id.pool.clone(),
                 device: device.id.device.clone(),
-                admin_access: wanted.admin_access.then_some(true),
-                tolerations: Some(wanted.tolerations.to_vec()).filter(|all| !all.is_empty()),
+                admin_access: subrequest.admin_access.then_some(true),
+                tolerations: Some(subrequest.tolerations.to_vec()).filter(|all| !all.is_empty()),
                 share_id: device.is_shared().then(&mut *share_id),
                 consumed_capacity: (!choice.consumed.is_empty()).then(|| consumed.collect()),
                 binding_conditions: device.device.binding_conditions.clone(),
@@ -121,17 +121,17 @@ fn chosen_requests<'s, 'a>(search: &'s AllocationSearch<'a, '_, '_>, claim: usiz
 fn configuration(requests: &[Chosen<'_, '_>], claim: &ResourceClaim) -> Vec<DeviceAllocationConfiguration> {
     let mut all = Vec::new();
     let mut seen = BTreeSet::new();
-    for (_, wanted) in requests {
-        if !seen.insert(&wanted.class.metadata.name) {
+    for (_, subrequest) in requests {
+        if !seen.insert(&subrequest.class.metadata.name) {
             continue;
         }
         let of_class = requests
             .iter()
-            .filter(|(_, other)| other.class.metadata.name == wanted.class.metadata.name);
+            .filter(|(_, other)| other.class.metadata.name == subrequest.class.metadata.name);
         let names: Vec<String> = of_class
             .map(|(request, other)| request.result_name(other))
             .collect();
-        for config in wanted.class.spec.config.iter().flatten() {
+        for config in subrequest.class.spec.config.iter().flatten() {
             all.push(DeviceAllocationConfiguration {
                 source: "FromClass".to_owned(),
                 requests: Some(names.clone()),
@@ -149,7 +149,7 @@ fn configuration(requests: &[Chosen<'_, '_>], claim: &ResourceClaim) -> Vec<Devi
         if names.is_empty()
             || requests
                 .iter()
-                .any(|(request, wanted)| request.is_in(wanted, names))
+                .any(|(request, subrequest)| request.is_in(subrequest, names))
         {
             all.push(DeviceAllocationConfiguration {
                 source: "FromClaim".to_owned(),
@@ -163,7 +163,7 @@ fn configuration(requests: &[Chosen<'_, '_>], claim: &ResourceClaim) -> Vec<Devi
         // No list means all requests.
         if requests
             .iter()
-            .all(|(request, wanted)| request.is_in(wanted, names))
+            .all(|(request, subrequest)| request.is_in(subrequest, names))
         {
             config.requests = None;
         }

@@ -2,13 +2,13 @@
 //! them.
 //!
 //! ```text
-//! ResourceSlices --> pools -----+
-//! allocated claims -> holdings -+--> search --> allocate: AllocationResults
-//! classes, claims --> requests -+           \-> report: why a node does not fit
+//! ResourceSlices --> pools ----------------+
+//! allocated claims --> allocated_devices --+--> search --> allocate: AllocationResults
+//! classes, claims --> requests ------------+           \-> report: why a node does not fit
 //! ```
 //!
 //! * [`pools()`]: the pools of a node, and their devices in the scheduler's order.
-//! * [`holdings`]: the devices that claims hold.
+//! * [`allocated_devices`]: the devices of allocated claims.
 //! * [`allocate()`] takes the first devices that fit, as upstream's allocator (`k8s.io/dynamic-resource-allocation/structured`) does.
 //! * [`report()`] says for each request which devices match, and why they are not available.
 //!
@@ -16,8 +16,8 @@
 //! consume counters (partitionable devices) are never allocated here.
 
 mod allocate;
+pub mod allocated_devices;
 mod capacity;
-pub mod holdings;
 mod pools;
 mod quantity;
 mod report;
@@ -29,7 +29,7 @@ use k8s_openapi::api::resource::v1::{Device, DeviceClass, ResourceClaim, Resourc
 use crate::core::allocation::inventory::Match;
 
 pub use allocate::{AllocationFailure, allocate};
-pub use holdings::{AllocatedResult, DeviceHoldings, Usage};
+pub use allocated_devices::{AllocatedDevices, AllocatedResult, Usage};
 pub use pools::{DeviceId, Pool, PoolState, all_pools, node_matches, pools};
 pub use quantity::Quantity;
 pub use report::{Availability, NodeReport, RequestReport, report};
@@ -45,8 +45,8 @@ pub struct ClusterState<'a> {
     pub slices: &'a [ResourceSlice],
     /// All classes.
     pub classes: &'a [DeviceClass],
-    /// Devices held by allocated claims.
-    pub holdings: &'a DeviceHoldings<'a>,
+    /// Devices of allocated claims.
+    pub allocated_devices: &'a AllocatedDevices<'a>,
 }
 
 /// `namespace/name` of a claim.

@@ -18,7 +18,7 @@ impl Quantity {
     pub fn read(text: &Text) -> Result<Self, String> {
         parse(&text.0).ok_or_else(|| {
             let shown: String = text.0.chars().take(TEXT_MAX).collect();
-            format!("{shown:?} is not a quantity of Kubernetes")
+            format!("{shown:?} is not a Kubernetes quantity")
         })
     }
 

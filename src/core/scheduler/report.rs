@@ -1,4 +1,4 @@
-//! Says why claims do not fit on a node.
+//! Reports why claims do not fit on a node.
 
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::ResourceClaim;
@@ -58,8 +58,8 @@ impl RequestReport {
 
     /// Whether enough devices are available, constraints and other requests aside.
     pub fn is_satisfiable(&self) -> bool {
-        let wanted = self.count.unwrap_or_else(|| self.matching.len().max(1));
-        wanted <= self.free()
+        let requested = self.count.unwrap_or_else(|| self.matching.len().max(1));
+        requested <= self.free()
     }
 }
 
@@ -70,7 +70,7 @@ pub struct NodeReport {
     pub outcome: Result<(), AllocationFailure>,
     /// The requests of all claims, in their order.
     pub requests: Vec<RequestReport>,
-    /// Whether only the claims' constraints stand in the way.
+    /// Whether only the claims' constraints prevent the allocation.
     pub only_constraints: bool,
     /// Number of devices of the node, of all drivers.
     pub devices: usize,
@@ -144,14 +144,14 @@ fn requests(search: &mut AllocationSearch<'_, '_, '_>) -> Vec<RequestReport> {
                 _ => {}
             }
         }
-        let Some((of, wanted)) = search.alternative(request, alternative) else {
+        let Some((of, subrequest)) = search.alternative(request, alternative) else {
             continue;
         };
         reports.push(RequestReport {
             claim: of.claim,
-            request: of.result_name(wanted),
-            class: wanted.class.metadata.name.clone().unwrap_or_default(),
-            count: match wanted.amount {
+            request: of.result_name(subrequest),
+            class: subrequest.class.metadata.name.clone().unwrap_or_default(),
+            count: match subrequest.amount {
                 Amount::Exactly(number) => Some(number),
                 Amount::All => None,
             },
@@ -169,7 +169,7 @@ fn availability(
     alternative: usize,
     device: usize,
 ) -> Option<(DeviceId, Availability)> {
-    let (of, wanted) = search.alternative(request, alternative)?;
+    let (of, subrequest) = search.alternative(request, alternative)?;
     let candidate = search.devices.get(device)?;
     let holders = || {
         let holders = candidate.usage.into_iter().flat_map(|usage| &usage.holders);
@@ -181,7 +181,7 @@ fn availability(
     let lacking = || {
         let constraints = search.constraints.get(of.claim).copied().unwrap_or_default();
         let names = constraints.iter().filter_map(|constraint| {
-            let is_affected = of.is_in(wanted, constraint.requests.as_deref().unwrap_or_default());
+            let is_affected = of.is_in(subrequest, constraint.requests.as_deref().unwrap_or_default());
             attribute_name(constraint).filter(|_| is_affected)
         });
         names
@@ -189,7 +189,7 @@ fn availability(
             .find(|name| lookup(candidate, name).is_none())
     };
     let fits_beside = |usage: bool| {
-        let Ok(Some(consumed)) = consumed(candidate.device, wanted.capacity) else {
+        let Ok(Some(consumed)) = consumed(candidate.device, subrequest.capacity) else {
             return false;
         };
         if usage {
@@ -202,7 +202,7 @@ fn availability(
         Availability::Held(holders())
     } else if candidate.consumes_counters() {
         Availability::Counters
-    } else if let Some(taint) = wanted.taint(candidate.device.taints.as_ref()) {
+    } else if let Some(taint) = subrequest.taint(candidate.device.taints.as_ref()) {
         let value = taint.value.as_deref().map(|value| format!("={value}"));
         Availability::Tainted(format!(
             "{}{}:{}",

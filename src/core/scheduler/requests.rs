@@ -69,8 +69,9 @@ impl Alternative<'_> {
 }
 
 fn tolerates(toleration: &DeviceToleration, taint: &DeviceTaint) -> bool {
-    let matches =
-        |wanted: Option<&str>, found: &str| wanted.is_none_or(|wanted| wanted.is_empty() || wanted == found);
+    let matches = |expected: Option<&str>, found: &str| {
+        expected.is_none_or(|expected| expected.is_empty() || expected == found)
+    };
     matches(toleration.effect.as_deref(), &taint.effect)
         && matches(toleration.key.as_deref(), &taint.key)
         && match toleration.operator.as_deref().unwrap_or_default() {

@@ -7,8 +7,8 @@ use k8s_openapi::api::resource::v1::{
     Device, DeviceAttribute, DeviceConstraint, ResourceClaim, ResourceSlice,
 };
 
+use super::allocated_devices::Usage;
 use super::capacity::{Consumed, consumed};
-use super::holdings::Usage;
 use super::pools::{DeviceId, Pool, PoolState};
 use super::quantity::Quantity;
 use super::requests::{Alternative, StructuredRequest, requests};
@@ -133,7 +133,7 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
             for (slice, device) in pool.devices(node).map_err(SearchError::Invalid)? {
                 let id = DeviceId::new(pool.driver, pool.name, &device.name);
                 devices.push(NodeDevice {
-                    usage: cluster.holdings.get(&id),
+                    usage: cluster.allocated_devices.get(&id),
                     id,
                     slice,
                     device,
@@ -166,20 +166,20 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
     /// Finds the devices of requests with mode All: those that match, whether or not they are available.
     fn find_all(&mut self, pools: &[Pool<'_>]) -> Result<(), SearchError> {
         for (request, alternative) in self.alternatives() {
-            let Some((of, wanted)) = self.alternative(request, alternative) else {
+            let Some((of, subrequest)) = self.alternative(request, alternative) else {
                 continue;
             };
-            if wanted.amount != Amount::All {
+            if subrequest.amount != Amount::All {
                 continue;
             }
-            let (capacity, name) = (wanted.capacity, of.label.clone());
+            let (capacity, name) = (subrequest.capacity, of.label.clone());
             if let Some(pool) = pools.iter().find(|pool| pool.state != PoolState::Complete) {
                 let state = match &pool.state {
                     PoolState::Invalid(reason) => format!("is invalid: {reason}"),
                     _ => "is being updated".to_owned(),
                 };
                 return Err(SearchError::Invalid(format!(
-                    "{name}: it asks for all devices, but pool {} of driver {} {state}",
+                    "{name}: it requests all devices, but pool {} of driver {} {state}",
                     pool.name, pool.driver
                 )));
             }
@@ -241,7 +241,7 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
     fn number(&self, request: usize, alternative: usize) -> usize {
         match self
             .alternative(request, alternative)
-            .map(|(_, wanted)| wanted.amount)
+            .map(|(_, subrequest)| subrequest.amount)
         {
             Some(Amount::Exactly(number)) => number,
             Some(Amount::All) => self.all.get(&(request, alternative)).map_or(0, Vec::len),
@@ -337,7 +337,7 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
         }
     }
 
-    /// Takes a device, if possible, and continues; gives the device back if that fails.
+    /// Takes a device, if possible, and continues; releases it if that fails.
     fn take(
         &mut self,
         position: SearchPosition,
@@ -372,7 +372,7 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
 
     /// Whether the device is held or chosen already.
     pub(super) fn is_in_use(&self, request: usize, alternative: usize, device: usize) -> bool {
-        let (Some((request, wanted)), Some(of)) =
+        let (Some((request, subrequest)), Some(of)) =
             (self.alternative(request, alternative), self.devices.get(device))
         else {
             return true;
@@ -381,7 +381,7 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
             .chosen
             .iter()
             .filter(|choice| choice.device == device && !of.is_shared());
-        if wanted.admin_access {
+        if subrequest.admin_access {
             return chosen.any(|choice| self.claim_of(choice) == Some(request.claim));
         }
         of.usage.is_some_and(|usage| usage.exclusive) || chosen.next().is_some()
@@ -416,20 +416,20 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
         by_class: bool,
     ) -> Result<bool, SearchError> {
         let of = self.requests.get(request);
-        let wanted = of.and_then(|request| Some((request, request.alternatives.get(alternative)?)));
-        let (Some((of, wanted)), Some(device)) = (wanted, self.devices.get(device)) else {
+        let found = of.and_then(|request| Some((request, request.alternatives.get(alternative)?)));
+        let (Some((of, subrequest)), Some(device)) = (found, self.devices.get(device)) else {
             return Ok(false);
         };
         let selectors = if by_class {
-            wanted.class.spec.selectors.as_deref().unwrap_or_default()
+            subrequest.class.spec.selectors.as_deref().unwrap_or_default()
         } else {
-            wanted.selectors
+            subrequest.selectors
         };
         let wrong = |index: usize, error: &str| {
             let owner = if by_class {
                 format!(
                     "DeviceClass {}",
-                    wanted.class.metadata.name.as_deref().unwrap_or_default()
+                    subrequest.class.metadata.name.as_deref().unwrap_or_default()
                 )
             } else {
                 of.label.clone()
@@ -460,29 +460,29 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
         device: usize,
         must: bool,
     ) -> Result<Option<Consumed<'a>>, SearchError> {
-        let (Some((of, wanted)), Some(candidate)) =
+        let (Some((of, subrequest)), Some(candidate)) =
             (self.alternative(request, alternative), self.devices.get(device))
         else {
             return Ok(None);
         };
         if self.is_in_use(request, alternative, device)
             || candidate.consumes_counters()
-            || wanted.taint(candidate.device.taints.as_ref()).is_some()
+            || subrequest.taint(candidate.device.taints.as_ref()).is_some()
         {
             return Ok(None);
         }
         for constraint in self.constraints.get(of.claim).copied().unwrap_or_default() {
-            if !self.satisfies(constraint, of, wanted, candidate) {
+            if !self.satisfies(constraint, of, subrequest, candidate) {
                 if must {
                     return Err(SearchError::Invalid(format!(
-                        "{}: it asks for all devices, and a constraint excludes device {}",
+                        "{}: it requests all devices, and a constraint excludes device {}",
                         of.label, candidate.id
                     )));
                 }
                 return Ok(None);
             }
         }
-        let consumed = consumed(candidate.device, wanted.capacity).map_err(|error| {
+        let consumed = consumed(candidate.device, subrequest.capacity).map_err(|error| {
             SearchError::Invalid(format!("{}: device {}: {error}", of.label, candidate.id))
         })?;
         let Some(consumed) = consumed.filter(|consumed| self.has_capacity(device, consumed)) else {
@@ -512,11 +512,11 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
         &self,
         constraint: &DeviceConstraint,
         request: &StructuredRequest<'_>,
-        wanted: &Alternative<'_>,
+        subrequest: &Alternative<'_>,
         device: &NodeDevice<'_>,
     ) -> bool {
         let names = constraint.requests.as_deref().unwrap_or_default();
-        if !request.is_in(wanted, names) {
+        if !request.is_in(subrequest, names) {
             return true;
         }
         let Some((name, must_match)) = attribute_name(constraint) else {

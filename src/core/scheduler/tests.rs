@@ -93,7 +93,7 @@ fn evaluate(expression: &str, _: &str, device: &Device) -> Match {
         .get("drayman.dev/kind")
         .and_then(|kind| kind.string.clone());
     match expression.strip_prefix("kind=") {
-        Some(wanted) if kind.as_deref() == Some(wanted) => Match::Yes,
+        Some(expected) if kind.as_deref() == Some(expected) => Match::Yes,
         Some(_) => Match::No,
         None if expression == "true" || (expression == "kind" && kind.is_some()) => Match::Yes,
         None => Match::Failed("no such key".into()),
@@ -135,11 +135,11 @@ impl Fixture {
     }
 
     fn with<T>(&self, run: impl FnOnce(ClusterState<'_>) -> T) -> T {
-        let holdings = DeviceHoldings::read(&self.allocated);
+        let allocated_devices = AllocatedDevices::read(&self.allocated);
         run(ClusterState {
             slices: &self.slices,
             classes: &self.classes,
-            holdings: &holdings,
+            allocated_devices: &allocated_devices,
         })
     }
 
@@ -433,7 +433,7 @@ fn the_first_subrequest_that_fits_is_chosen() {
 }
 
 #[test]
-fn constraints_make_the_search_go_back() {
+fn constraints_make_the_search_backtrack() {
     let numa = json!([on_numa("a", 0), on_numa("b", 1), on_numa("c", 1), { "name": "d" }]);
     let cluster = Fixture::of_devices(numa);
     let wants = |constraint: Value, count: i64| {

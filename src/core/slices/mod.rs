@@ -233,7 +233,7 @@ impl Slices {
         }
         slice.metadata.managed_fields = None;
         if slice.spec.pool.name == self.pool.node_name {
-            // Nothing follows the last generation; a slice that somebody gave it is deleted.
+            // Nothing follows the last generation; a foreign slice with it is deleted.
             let generation = slice.spec.pool.generation;
             if generation < i64::MAX {
                 self.generation = self.generation.max(generation);

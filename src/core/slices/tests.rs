@@ -60,7 +60,7 @@ struct StoredSlices {
     events: VecDeque<(bool, ResourceSlice)>,
     /// The same for a second publisher.
     events_of_second: VecDeque<(bool, ResourceSlice)>,
-    /// Somebody else, or a write that was executed late, may have put a device into two slices.
+    /// Another client, or a write that was executed late, may have put a device into two slices.
     has_foreign_content: bool,
     writes: usize,
     conflicts: usize,
@@ -690,7 +690,7 @@ enum Step {
     Wipe,
     DeleteOne(u8),
     Edit(u8),
-    /// Somebody makes a slice for this node.
+    /// A user creates a slice for this node.
     Stray(u8),
     Restart,
     /// A rolling update: a second publisher begins beside the first.
@@ -914,7 +914,7 @@ impl History {
         }
     }
 
-    /// Somebody edits a slice by hand.
+    /// A user edits a slice.
     fn edit(&mut self, mut slice: ResourceSlice, index: u8) {
         let pool = &mut slice.spec.pool;
         pool.generation = pool.generation.saturating_add(i64::from(index % 3));
@@ -954,17 +954,17 @@ proptest! {
             history.step(&step);
         }
         history.arrive();
-        let History { mut server, mut slices, second, devices: wanted, node_uid, .. } = history;
+        let History { mut server, mut slices, second, devices: expected, node_uid, .. } = history;
         server.deliver(&mut slices);
         server.settle(&mut slices);
         server.deliver(&mut slices);
         prop_assert_eq!(slices.next(), None, "at rest nothing is written");
         let published: Vec<String> = slices.devices.iter().map(|device| device.name.clone()).collect();
         prop_assert_eq!(&server.names(), &published, "each device is published once");
-        prop_assert!(!server.drops_taints || slices.devices.iter().all(|device| wanted[&device.name].unhealthy.is_none()) || !taints);
-        prop_assert!(!server.drops_shares || slices.devices.iter().all(|device| wanted[&device.name].shares.is_none()));
+        prop_assert!(!server.drops_taints || slices.devices.iter().all(|device| expected[&device.name].unhealthy.is_none()) || !taints);
+        prop_assert!(!server.drops_shares || slices.devices.iter().all(|device| expected[&device.name].shares.is_none()));
         let omitted = |device: &crd::Device| slices.omitted().iter().any(|omitted| omitted.device == device.name);
-        prop_assert!(wanted.values().all(|device| published.contains(&device.name) || omitted(device)), "no device is lost");
+        prop_assert!(expected.values().all(|device| published.contains(&device.name) || omitted(device)), "no device is lost");
         let generations: BTreeSet<i64> = server.stored.values().map(|slice| slice.spec.pool.generation).collect();
         prop_assert_eq!(generations.len(), 1);
         for slice in server.stored.values() {

@@ -87,7 +87,7 @@ async fn an_expensive_selector_does_not_delay_other_claims() {
     let left = state.allocator.pending("large", expression).count();
     assert!(
         left > DEVICES / 2,
-        "the dear one is far from done: {left} are left"
+        "the expensive selector is not finished: {left} devices left"
     );
     let attributes = [(
         "d/number".into(),
@@ -133,7 +133,7 @@ async fn only_new_devices_of_an_inventory_are_evaluated_in_advance() {
     assert_eq!(
         (evaluated.cause, evaluated.pods),
         (CapacityCause::Inventory, Some(2)),
-        "who was refused because it was not judged hears of it"
+        "pods that were refused before the evaluation are woken"
     );
     assert_eq!(results(&driver), 5);
 }

@@ -53,7 +53,7 @@ fn check_permissions(other: &DeviceKind, kind: &DeviceKind, field: &str) -> Resu
     match both {
         None => Ok(()),
         Some(((path, _), _)) => Err(format!(
-            "{field}.permissions {:?}: kind {:?} gives /dev/{path} too, with {:?}, and of two extended resources of one container kubelet takes either; give both kinds the same permissions, or the node another path in containerPaths",
+            "{field}.permissions {:?}: kind {:?} gives /dev/{path} too, with {:?}, and kubelet applies only one of them to a container with both resources; give both kinds the same permissions, or the node another path in containerPaths",
             kind.permissions, other.name, other.permissions
         )),
     }
@@ -67,7 +67,7 @@ fn check_mounts(other: &DeviceKind, kind: &DeviceKind, field: &str) -> Result<()
         });
         if differs {
             return Err(format!(
-                "{field}.mounts[{index}].readOnly {}: kind {:?} mounts {:?} with {}, and of two extended resources of one container kubelet takes either; write the same in both, or give one another containerPath",
+                "{field}.mounts[{index}].readOnly {}: kind {:?} mounts {:?} with {}, and kubelet applies only one of them to a container with both resources; write the same in both, or give one another containerPath",
                 mount.read_only, other.name, mount.host_path, !mount.read_only
             ));
         }

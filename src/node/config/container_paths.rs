@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn one_path_for_what_need_not_be_in_one_device_is_taken() {
+    fn one_path_for_nodes_of_different_devices_is_accepted() {
         for kind in [
             "paths: [/dev/a, /dev/b], containerPaths: {/dev/a: /dev/x, /dev/b: /dev/x}",
             "paths: [\"/dev/a*\"], containerPaths: {\"/dev/a*\": /dev/x}",

@@ -30,7 +30,7 @@ pub struct Probe {
     pub sysfs: Vec<ProbeSysfs>,
     /// Number of consecutive good results that make a device healthy again.
     pub recover_after: u32,
-    /// What the taint of an unhealthy device does.
+    /// The effect of the taint of an unhealthy device.
     pub taint_effect: TaintEffect,
 }
 
@@ -202,7 +202,7 @@ pub(super) fn environment(
         let begins = |byte: u8| byte.is_ascii_alphabetic() || byte == b'_';
         let problem =
             if !(name.bytes().all(shape) && name.bytes().next().is_some_and(begins)) || name.len() > 128 {
-                "must have letters, digits and _ only, no digit first, and at most 128 of them"
+                "must have 1 to 128 letters, digits and _, and must not begin with a digit"
             } else if name.starts_with(ENVIRONMENT_PREFIX) {
                 "has the reserved prefix DRAYMAN_DEVICE_; choose another name"
             } else if value.value.len() > VALUE_MAX || value.value.chars().any(char::is_control) {
@@ -230,7 +230,7 @@ pub(super) fn dangerous_paths(
         let pattern = PathPattern::parse(&raw.value).map_err(|error| refuse(error.to_string()))?;
         if !pattern.is_literal() {
             return Err(refuse(
-                "must be the very path of one device, without a wildcard".to_owned(),
+                "must be the exact path of one device, without a wildcard".to_owned(),
             ));
         }
         all.insert(pattern.relative().to_owned());

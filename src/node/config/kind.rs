@@ -218,14 +218,12 @@ impl RawKind {
             ([_], Some(source)) => source,
             ([], _) => Err((
                 whole,
-                format!(
-                    "{field} does not say where its devices come from; give paths, groups, usb, pci or preset"
-                ),
+                format!("{field} has no source of devices; give paths, groups, usb, pci or preset"),
             )),
             (several, _) => Err((
                 whole,
                 format!(
-                    "{field} has {}; one of them is allowed, put the others into kinds of their own",
+                    "{field} has {}; only one of them is allowed, so put the others into their own kinds",
                     several.join(" and ")
                 ),
             )),

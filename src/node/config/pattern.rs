@@ -27,13 +27,13 @@ struct KeyPosition {
 
 /// Why a text is not a valid pattern. The message continues a sentence that begins with the pattern.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum PatternError {
     #[error("must begin with /dev/: only device nodes there are handed out")]
     NotBelowDev,
     #[error("must not have an empty part, \".\" or \"..\"; write the path without it")]
     Part,
-    #[error("must not have \"**\"; name the directories, each with * where need be")]
+    #[error("must not have \"**\"; name each directory, with * where needed")]
     Recursive,
     #[error("must have at most {LENGTH_MAX} bytes and no control character")]
     Text,
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn patterns_below_dev_are_taken() {
+    fn patterns_below_dev_are_accepted() {
         for (text, literal) in [
             ("/dev/kvm", true),
             ("/dev/ttyUSB*", false),
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_what_stands_in_its_place() {
+    fn a_key_is_the_text_at_its_placeholder() {
         let pattern = PathPattern::parse_of_group("/dev/dri/by-path/{key}-render").unwrap();
         assert_eq!(pattern.relative(), "dri/by-path/*-render");
         assert!(pattern.has_key() && !pattern.is_literal());

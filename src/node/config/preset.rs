@@ -27,8 +27,8 @@ const EACH_POD: Option<u32> = Some(110);
 pub const PRESETS: [Preset; 10] = [
     Preset {
         name: "dri",
-        summary: "graphics cards, to render and to compute",
-        caveat: "each card with its render node; the render node is enough for most. Needs the group that owns the nodes (render, video) in the pod's supplementalGroups",
+        summary: "graphics cards, for rendering and computing",
+        caveat: "each card with its render node; most programs need only the render node. Needs the group that owns the nodes (render, video) in the pod's supplementalGroups",
         permissions: "rw",
         shares: None,
         required: &["/dev/dri/by-path/{key}-render"],
@@ -37,7 +37,7 @@ pub const PRESETS: [Preset; 10] = [
     Preset {
         name: "fuse",
         summary: "file systems in user space",
-        caveat: "to mount, the container needs CAP_SYS_ADMIN as well, or a user namespace of its own",
+        caveat: "to mount, the container also needs CAP_SYS_ADMIN or its own user namespace",
         permissions: "rw",
         shares: EACH_POD,
         required: &["/dev/fuse"],
@@ -46,7 +46,7 @@ pub const PRESETS: [Preset; 10] = [
     Preset {
         name: "hwrng",
         summary: "the hardware's random number generator",
-        caveat: "to read only. What one container reads, no other gets: a greedy one slows the others down",
+        caveat: "read-only. Containers share the data stream; a heavy reader slows the others down",
         permissions: "r",
         shares: EACH_POD,
         required: &["/dev/hwrng"],
@@ -55,7 +55,7 @@ pub const PRESETS: [Preset; 10] = [
     Preset {
         name: "kvm",
         summary: "virtual machines",
-        caveat: "a container can run any number of virtual machines within its limits of CPU and memory; a flaw in KVM is a flaw in the node",
+        caveat: "a container can run any number of virtual machines within its limits of CPU and memory; a vulnerability in KVM affects the node",
         permissions: "rw",
         shares: EACH_POD,
         required: &["/dev/kvm"],
@@ -64,7 +64,7 @@ pub const PRESETS: [Preset; 10] = [
     Preset {
         name: "loop",
         summary: "block devices made of files",
-        caveat: "to mount, the container needs CAP_SYS_ADMIN. Loop devices that are mounted on the node are left out; one that is only attached is not",
+        caveat: "to mount, the container needs CAP_SYS_ADMIN. Loop devices that are mounted on the node are left out; devices that are only attached are not",
         permissions: "rw",
         shares: None,
         // Without partitions (`loop0p1`), whose data is that of the loop device.
@@ -77,8 +77,8 @@ pub const PRESETS: [Preset; 10] = [
     },
     Preset {
         name: "serial",
-        summary: "serial ports that are plugged in",
-        caveat: "by the links that udev keeps, so that a port keeps its name; on a node without udev nothing is found, and usb with nodes: [tty] is the way. Needs the group dialout in the pod's supplementalGroups",
+        summary: "serial ports of plugged-in adapters",
+        caveat: "found by udev's links, so that a port keeps its name; on a node without udev, use usb with nodes: [tty]. Needs the group dialout in the pod's supplementalGroups",
         permissions: "rw",
         shares: None,
         required: &["/dev/serial/by-id/*"],
@@ -86,7 +86,7 @@ pub const PRESETS: [Preset; 10] = [
     },
     Preset {
         name: "sound",
-        summary: "the sound cards of the node, all of them as one device",
+        summary: "all sound cards of the node, as one device",
         caveat: "the container can listen to every microphone. Needs the group audio in the pod's supplementalGroups",
         permissions: "rw",
         shares: None,
@@ -96,7 +96,7 @@ pub const PRESETS: [Preset; 10] = [
     Preset {
         name: "tun",
         summary: "tunnels and virtual network interfaces",
-        caveat: "to make an interface, the container needs CAP_NET_ADMIN; it works in the pod's own network only",
+        caveat: "to create an interface, the container needs CAP_NET_ADMIN; it exists in the pod's own network only",
         permissions: "rw",
         shares: EACH_POD,
         required: &["/dev/net/tun"],
@@ -104,8 +104,8 @@ pub const PRESETS: [Preset; 10] = [
     },
     Preset {
         name: "vhost-net",
-        summary: "fast networks for virtual machines",
-        caveat: "goes with kvm and tun. The kernel works for the container in threads that are counted to it, on kernels of 6.4 and later only",
+        summary: "fast networking for virtual machines",
+        caveat: "used with kvm and tun. On kernels 6.4 and later, the worker threads count towards the container; on earlier ones, they do not",
         permissions: "rw",
         shares: EACH_POD,
         required: &["/dev/vhost-net"],
@@ -114,7 +114,7 @@ pub const PRESETS: [Preset; 10] = [
     Preset {
         name: "video",
         summary: "cameras and capture cards",
-        caveat: "each camera with the node for its metadata, by the links that udev keeps. Needs the group video in the pod's supplementalGroups",
+        caveat: "each camera with its metadata node, found by udev's links. Needs the group video in the pod's supplementalGroups",
         permissions: "rw",
         shares: None,
         required: &["/dev/v4l/by-path/{key}-video-index0"],
@@ -152,11 +152,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_preset_describes_what_it_says() {
+    fn every_preset_has_its_paths_and_name() {
         for preset in &PRESETS {
-            let mut wanted: Vec<&str> = preset.required.to_vec();
-            wanted.extend(preset.optional);
-            assert_eq!(preset.source().entries(), wanted, "{}", preset.name);
+            let mut expected: Vec<&str> = preset.required.to_vec();
+            expected.extend(preset.optional);
+            assert_eq!(preset.source().entries(), expected, "{}", preset.name);
             assert!(Preset::named(preset.name).is_some());
         }
         let names: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();

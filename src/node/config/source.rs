@@ -244,7 +244,7 @@ pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source
                     .map_err(|error| at(raw, format!("{field} {} {error}", shown(raw))))?;
                 if pattern.has_key() && !keyed {
                     let problem = format!(
-                        "{field} {} has {{key}}, but nothing in required has; add it there",
+                        "{field} {} has {{key}}, but no pattern in required has it; add it there",
                         shown(raw)
                     );
                     return Err(at(raw, problem));

@@ -256,7 +256,7 @@ fn another_version_is_refused_before_its_fields_are_read() {
 }
 
 #[test]
-fn files_that_are_no_configuration_are_refused() {
+fn files_without_a_configuration_are_refused() {
     for text in [
         "",
         "  \n\n",
@@ -275,7 +275,7 @@ fn files_that_are_no_configuration_are_refused() {
 }
 
 #[test]
-fn a_file_that_is_not_utf8_is_refused_where_that_begins() {
+fn invalid_utf8_is_refused_with_its_position() {
     let message = refusal([HEADER.as_bytes(), b"kinds:\n- name: \xff\n"].concat());
     assert!(
         message.starts_with("4:9:") && message.contains("UTF-8"),

@@ -154,7 +154,7 @@ impl FoundDevice {
                 }
                 Ok(_) => None,
                 Err(error) => Some(format!(
-                    "whether {} is mounted cannot be seen ({error}); {}",
+                    "whether {} is mounted is unknown ({error}); {}",
                     node.disk_name(),
                     remedy(path)
                 )),
@@ -163,7 +163,7 @@ impl FoundDevice {
     }
 
     /// Describes the volumes and arrays that the kernel has built on a block device of this device. The error names the block device whose
-    /// use cannot be seen.
+    /// use is unknown.
     pub(super) fn held(&self, sys: &Path) -> Result<Option<String>, String> {
         for (node, block) in self
             .disks()
@@ -171,7 +171,7 @@ impl FoundDevice {
         {
             let (disk, remedy) = (node.disk_name(), remedy(&node.path));
             let holders = holders(sys, block).map_err(|error| {
-                format!("whether the kernel has anything on {disk} cannot be seen ({error}); {remedy}")
+                format!("whether the kernel has a volume or array on {disk} is unknown ({error}); {remedy}")
             })?;
             if !holders.is_empty() {
                 let holders: Vec<String> = holders.into_iter().collect();
@@ -214,7 +214,7 @@ pub(super) struct FoundDevices {
     pub(super) paths: HostPaths,
     /// Result of the last search.
     found: Mutex<Arc<FoundByName>>,
-    /// Devices of former configurations; claims that hold them keep them.
+    /// Devices of earlier configurations, which claims may still hold.
     retired: Mutex<FoundByName>,
     /// Requests a search after a device was found changed.
     pub(super) rescan: Notify,
@@ -278,7 +278,7 @@ impl FoundDevices {
         let found = found.or_else(|| self.retired().get(device).cloned());
         let found = found.ok_or_else(|| NodeDriverError::Gone {
             device: device.to_owned(),
-            problem: "the search for devices does not find it".to_owned(),
+            problem: "device discovery does not find it".to_owned(),
         })?;
         self.check_unchanged(device, &found)
             .inspect_err(|_| self.rescan.notify_one())?;
@@ -346,7 +346,7 @@ pub(super) struct HostDeviceNode {
 /// Why a path is not a usable device node.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum DevicePathError {
-    #[error("cannot be looked at: {0}")]
+    #[error("cannot be accessed: {0}")]
     Io(#[from] io::Error),
     #[error("leads out of /dev, to {0:?}")]
     Outside(PathBuf),
@@ -684,7 +684,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mount_whose_name_is_no_utf_8_does_not_withhold_every_disk() {
+    fn a_mount_with_a_non_utf8_name_does_not_withhold_every_disk() {
         let (_root, paths) = host();
         let mut mountinfo = std::fs::read(&paths.mountinfo).unwrap();
         mountinfo.extend(b"25 22 0:50 / /mnt/\xff rw - fuse \xfe rw\n");
@@ -693,7 +693,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_known_is_an_error() {
+    fn unreadable_disk_numbers_and_mounts_are_errors() {
         let (_root, mut paths) = host();
         // A disk below the root file system, whose number cannot be read.
         let number = paths.sys.join("devices/sda/dev");

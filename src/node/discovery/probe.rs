@@ -109,7 +109,7 @@ fn lock(waiting: &Mutex<BTreeSet<String>>) -> MutexGuard<'_, BTreeSet<String>> {
 }
 
 /// Checks that a device is healthy and not in use by the node. Mounted devices were already rejected by the search. The error is the
-/// cause, or `None` if nothing can be said about the device.
+/// cause, or `None` if the health is unknown.
 fn probe(device: &FoundDevice, paths: &HostPaths) -> Result<(), Option<String>> {
     match device.held(&paths.sys) {
         Ok(None) => {}
@@ -134,7 +134,7 @@ fn probe(device: &FoundDevice, paths: &HostPaths) -> Result<(), Option<String>> 
         let number = now.number;
         if is_watchdog(number, paths) {
             return Err(Some(format!(
-                "/dev/{path} is a watchdog, which reboots the machine when it is opened; take open out of the kind's health"
+                "/dev/{path} is a watchdog, which reboots the machine when it is opened; remove open from the kind's health"
             )));
         }
         let flags = match how {
@@ -172,11 +172,11 @@ fn is_watchdog(number: DeviceNumber, paths: &HostPaths) -> bool {
 }
 
 fn probe_sysfs(
-    wanted: &ProbeSysfs,
+    probe: &ProbeSysfs,
     directory: Option<&Path>,
     paths: &HostPaths,
 ) -> Result<(), Option<String>> {
-    let file = &wanted.file;
+    let file = &probe.file;
     let directory = directory.ok_or_else(|| Some("it has no directory in sysfs".to_owned()))?;
     let value = match read_below(&paths.sys, directory, file) {
         Ok(value) => value,
@@ -186,13 +186,13 @@ fn probe_sysfs(
         Err(error) => return Err(Some(format!("{file} {error}"))),
     };
     let value = value.trim();
-    if wanted.values.contains(value) {
+    if probe.values.contains(value) {
         return Ok(());
     }
     let shown: String = value.chars().filter(|c| !c.is_control()).take(64).collect();
-    let good: Vec<&str> = wanted.values.iter().map(String::as_str).collect();
+    let good: Vec<&str> = probe.values.iter().map(String::as_str).collect();
     Err(Some(format!(
-        "{file} is {shown:?}, and should be {}",
+        "{file} is {shown:?}, expected {}",
         good.join(" or ")
     )))
 }
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_cannot_be_read_says_nothing_about_its_device() {
+    fn an_unreadable_node_does_not_make_its_device_unhealthy() {
         let kind = kind("open: read");
         let root = tempfile::tempdir().unwrap();
         let paths = HostPaths {

@@ -353,7 +353,7 @@ impl Scanner<'_> {
         }
         if self.scan.found.len() >= DEVICES_MAX {
             return Err(Rejection::problem(format!(
-                "this node has {DEVICES_MAX} devices already, more are not handed out"
+                "this node already has {DEVICES_MAX} devices, the maximum"
             )));
         }
         let nodes = with_container_paths(kind, &name, draft.key.as_deref(), nodes)?;
@@ -409,7 +409,7 @@ impl Scanner<'_> {
             && expected != number
         {
             return Err(Rejection::problem(format!(
-                "/dev/{path} is {}, but sysfs says {}; it has just changed, or this /dev is not this /sys's",
+                "/dev/{path} is {}, but sysfs says {}; it has just changed, or /dev and /sys belong to different hosts",
                 described(number),
                 described(expected)
             )));
@@ -443,11 +443,11 @@ impl Scanner<'_> {
         {
             return Err(if *first == kind.name {
                 Rejection::quiet(format!(
-                    "/dev/{path} belongs to another device of this kind already"
+                    "/dev/{path} already belongs to another device of this kind"
                 ))
             } else {
                 Rejection::problem(format!(
-                    "/dev/{path} belongs to kind {first:?}, which stands first in the configuration"
+                    "/dev/{path} belongs to kind {first:?}, which comes first in the configuration"
                 ))
             });
         }
@@ -456,7 +456,7 @@ impl Scanner<'_> {
         if let Some(overlap) = others.overlap(node) {
             let which = if node.own { "" } else { "the shared node " };
             return Err(Rejection::problem(format!(
-                "{which}/dev/{path} {overlap}, which is offered already"
+                "{which}/dev/{path} {overlap}, which is already offered"
             )));
         }
         // The devices that share the node would have this one too.
@@ -493,7 +493,7 @@ impl Scanner<'_> {
             Err(error) => Err(Rejection {
                 is_unread: !is_gone(error),
                 ..Rejection::problem(format!(
-                    "whether its disk is mounted cannot be seen ({error}); {remedy}"
+                    "whether its disk is mounted is unknown ({error}); {remedy}"
                 ))
             }),
         }

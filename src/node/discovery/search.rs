@@ -268,7 +268,7 @@ impl DeviceSearch {
             warn!(candidate = %problem.candidate, kind = %problem.kind, "not handed out: {}", problem.why);
         }
         for problem in self.reported.difference(&problems) {
-            info!(candidate = %problem.candidate, kind = %problem.kind, "no longer so: {}", problem.why);
+            info!(candidate = %problem.candidate, kind = %problem.kind, "resolved: {}", problem.why);
         }
         self.reported = problems;
     }

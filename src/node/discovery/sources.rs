@@ -90,7 +90,7 @@ impl Scanner<'_> {
         let devices = match self.sys.as_ref().map(SysRoot::usb_devices) {
             Some(Ok(devices)) => devices,
             Some(Err(error)) => return self.refuse(kind, "/sys/bus/usb".to_owned(), error.into()),
-            None => return self.refuse(kind, "/sys".to_owned(), Rejection::problem("cannot be seen")),
+            None => return self.refuse(kind, "/sys".to_owned(), Rejection::problem("is not available")),
         };
         let facts: Vec<UsbFacts> = devices.iter().map(|device| device.facts.clone()).collect();
         let identities = usb::identities(&facts, source.identity);
@@ -105,7 +105,7 @@ impl Scanner<'_> {
         let devices = match self.sys.as_ref().map(SysRoot::pci_devices) {
             Some(Ok(devices)) => devices,
             Some(Err(error)) => return self.refuse(kind, "/sys/bus/pci".to_owned(), error.into()),
-            None => return self.refuse(kind, "/sys".to_owned(), Rejection::problem("cannot be seen")),
+            None => return self.refuse(kind, "/sys".to_owned(), Rejection::problem("is not available")),
         };
         let facts: Vec<PciFacts> = devices.iter().map(|device| device.facts.clone()).collect();
         let matching: Vec<&PciFacts> = facts
@@ -297,7 +297,7 @@ fn pci_draft(source: &PciSource, device: OnBus<PciFacts>, vfio: Option<&Vfio>) -
             ]
         }
         Some(Vfio::PartOf { address }) => {
-            let why = format!("it is part of the IOMMU group that {address} stands for");
+            let why = format!("it is part of the IOMMU group that {address} represents");
             return Err(Rejection::quiet(why));
         }
         Some(Vfio::Unusable(why)) => return Err(Rejection::problem(why.as_str())),
@@ -332,18 +332,18 @@ fn choose(
     optional: &[String],
 ) -> Result<Vec<Member>, Rejection> {
     let mut members = Vec::new();
-    for (wanted, must) in required
+    for (name, must) in required
         .iter()
-        .map(|wanted| (wanted, true))
-        .chain(optional.iter().map(|wanted| (wanted, false)))
+        .map(|name| (name, true))
+        .chain(optional.iter().map(|name| (name, false)))
     {
         let before = members.len();
         members.extend(
             nodes
                 .iter()
-                .filter(|node| entry(node) == *wanted)
+                .filter(|node| entry(node) == *name)
                 .map(|node| Member {
-                    entry: wanted.clone(),
+                    entry: name.clone(),
                     path: node.path.clone(),
                     own: true,
                     expected: Some(node.number),
@@ -352,12 +352,12 @@ fn choose(
         if must && members.len() == before {
             let has: BTreeSet<String> = nodes.iter().map(&entry).collect();
             let has = if has.is_empty() {
-                "none at all; is a driver bound to it?".to_owned()
+                "and no other; check that a driver is bound to it".to_owned()
             } else {
                 format!("only {}", has.into_iter().collect::<Vec<_>>().join(", "))
             };
             return Err(Rejection::problem(format!(
-                "it has no device node of {wanted}, {has}"
+                "it has no device node of {name}, {has}"
             )));
         }
     }

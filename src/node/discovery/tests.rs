@@ -226,7 +226,7 @@ fn links_out_of_dev_are_refused_wherever_they_stand_in_the_path() {
 }
 
 #[test]
-fn a_device_of_two_kinds_is_the_firsts_and_the_second_is_told() {
+fn a_device_of_two_kinds_belongs_to_the_first_with_a_warning() {
     let Some(host) = Host::new() else { return };
     host.character("test-a", 1);
     symlink("test-a", host.dev("alias")).unwrap();
@@ -243,7 +243,7 @@ fn a_device_of_two_kinds_is_the_firsts_and_the_second_is_told() {
 }
 
 #[test]
-fn of_two_devices_of_one_name_the_first_is_found() {
+fn the_first_of_two_devices_with_one_name_is_found() {
     let Some(host) = Host::new() else { return };
     // A name that is shortened, and a path that is the same.
     let shortened = device_name("by-id/x");
@@ -381,7 +381,7 @@ fn character_devices_of_disks_in_use_must_be_allowed_one_by_one() {
     std::fs::remove_file(host.paths().mountinfo).unwrap();
     let scan = host.scan(&format!("{kinds}}}"));
     assert_eq!(names(&scan), ["tty0"]);
-    assert!(problem(&scan, "/dev/sg1").contains("cannot be seen"), "{scan:?}");
+    assert!(problem(&scan, "/dev/sg1").contains("is unknown"), "{scan:?}");
 }
 
 #[test]
@@ -575,10 +575,7 @@ fn without_mountinfo_every_block_device_is_in_use() {
     std::fs::remove_file(host.paths().mountinfo).unwrap();
     let scan = host.scan("- {name: all, paths: [\"/dev/*\"]}");
     assert_eq!(names(&scan), Vec::<&str>::new());
-    assert!(
-        problem(&scan, "/dev/spare").contains("cannot be seen"),
-        "{scan:?}"
-    );
+    assert!(problem(&scan, "/dev/spare").contains("is unknown"), "{scan:?}");
 }
 
 #[test]
@@ -596,7 +593,7 @@ fn a_literal_path_is_reported_unless_it_is_missing() {
 }
 
 #[test]
-fn a_dev_that_is_missing_is_told() {
+fn a_missing_dev_directory_is_reported() {
     let paths = HostPaths {
         dev: "/nonexistent".into(),
         ..HostPaths::default()
@@ -823,7 +820,7 @@ async fn a_device_that_has_gone_or_become_another_is_refused_at_once() {
 }
 
 #[tokio::test]
-async fn a_disk_is_looked_at_again_when_it_is_handed_out() {
+async fn a_disk_is_checked_again_when_it_is_allocated() {
     let Some(host) = Host::new() else { return };
     host.node("spare", FileType::BlockDevice, 259, 2);
     host.node("meant", FileType::BlockDevice, 259, 3);
@@ -875,7 +872,7 @@ async fn a_disk_is_looked_at_again_when_it_is_handed_out() {
     symlink("x".repeat(300), disk).unwrap();
     let refused = devices.check_unused("part").await.unwrap_err().to_string();
     for text in [
-        "on /dev/part cannot be seen",
+        "on /dev/part is unknown",
         "list \"/dev/part\" in the kind's dangerousPaths",
     ] {
         assert!(refused.contains(text), "{refused}");
@@ -884,7 +881,7 @@ async fn a_disk_is_looked_at_again_when_it_is_handed_out() {
 }
 
 #[tokio::test]
-async fn a_forgotten_device_is_published_and_is_no_change() {
+async fn a_forgotten_device_is_published_and_not_counted() {
     let Some(host) = Host::new() else { return };
     host.character("test-a", 1);
     host.character("test-b", 2);

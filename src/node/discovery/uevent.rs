@@ -36,7 +36,7 @@ impl Uevents {
 
     #[expect(
         deprecated,
-        reason = "its replacement is an unsafe function; what makes it so, a value that changes its descriptor, an OwnedFd cannot do"
+        reason = "the replacement is unsafe only because a value may change its descriptor; an OwnedFd cannot"
     )]
     fn open() -> io::Result<AsyncFd<OwnedFd>> {
         let socket = socket_with(

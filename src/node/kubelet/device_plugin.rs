@@ -205,7 +205,7 @@ impl DevicePlugin for DevicePluginService {
             check_devices(&request.available_device_i_ds)?;
             check_devices(&request.must_include_device_i_ds)?;
             let size = usize::try_from(request.allocation_size)
-                .map_err(|_| refused(format!("{} devices are asked for", request.allocation_size)))?;
+                .map_err(|_| refused(format!("{} devices are requested", request.allocation_size)))?;
             preferences.push(Preference {
                 available: request.available_device_i_ds,
                 must_include: request.must_include_device_i_ds,
@@ -253,7 +253,7 @@ impl DevicePlugin for DevicePluginService {
             }
             if !ids.insert(id.as_str()) {
                 return Err(refused(format!(
-                    "the device {} comes twice in one call",
+                    "the device {} is listed twice in one call",
                     shown(id)
                 )));
             }
@@ -333,7 +333,7 @@ impl Lists {
                 tracing::error!(
                     resource = self.resource_name,
                     reason = "TooManyDevices",
-                    "the list of devices is larger than the {MAX_LIST} bytes that kubelet takes, and is not sent"
+                    "the list of devices is larger than the {MAX_LIST} bytes that kubelet accepts, and is not sent"
                 );
             }
             let (shutdown, pending) = (&self.shutdown, &self.pending);

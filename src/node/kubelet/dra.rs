@@ -126,7 +126,7 @@ pub async fn serve(
         }
         served => (first, served?),
     };
-    let mut verdicts = state.subscribe();
+    let mut states = state.subscribe();
     let info = PluginInfo {
         r#type: "DRAPlugin".into(),
         name: driver_name.clone(),
@@ -161,15 +161,15 @@ pub async fn serve(
     published.mark_unchanged();
     let mut pause = RETRY.0;
     loop {
-        let rejected = matches!(*verdicts.borrow_and_update(), KubeletApiState::Rejected { .. });
+        let rejected = matches!(*states.borrow_and_update(), KubeletApiState::Rejected { .. });
         tokio::select! {
             () = ours.cancelled() => break,
             Ok(()) = published.changed() => {
                 // Kubelet registers the new socket.
                 state.send_replace(KubeletApiState::Waiting);
             }
-            Ok(()) = verdicts.changed() => {
-                if *verdicts.borrow() == KubeletApiState::Registered {
+            Ok(()) = states.changed() => {
+                if *states.borrow() == KubeletApiState::Registered {
                     pause = RETRY.0;
                 }
             }

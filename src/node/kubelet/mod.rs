@@ -216,7 +216,7 @@ fn check_claims<'a>(
         }
         if !uids.insert(uid) {
             return Err(refused(format!(
-                "the claim uid {} comes twice in one call",
+                "the claim uid {} is listed twice in one call",
                 shown(uid)
             )));
         }
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_caller_sent_is_shown_escaped_and_cut() {
+    fn text_from_callers_is_shown_escaped_and_shortened() {
         assert_eq!(shown("a\nb"), r#""a\nb""#);
         assert_eq!(shown(&"é".repeat(64)), format!("{:?}", "é".repeat(64)));
         assert_eq!(shown(&"é".repeat(65)), format!("{:?}...", "é".repeat(64)));

@@ -31,7 +31,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(200);
 
 /// Why a PodResources call failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum PodResourcesError {
     /// The socket cannot be reached: kubelet is down, older than 1.20, or has another root directory.
     #[error("kubelet does not answer at {socket:?}: {problem}")]

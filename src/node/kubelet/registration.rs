@@ -22,7 +22,7 @@ pub(super) struct RegistrationService {
 #[tonic::async_trait]
 impl Registration for RegistrationService {
     async fn get_info(&self, _: Request<InfoRequest>) -> Result<Response<PluginInfo>, Status> {
-        tracing::debug!(plugin = self.info.name, "kubelet asks who we are");
+        tracing::debug!(plugin = self.info.name, "kubelet requests the plugin's identity");
         Ok(Response::new(self.info.clone()))
     }
 

@@ -13,7 +13,7 @@ pub(super) const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration
 /// Why a call to the API server failed.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::node) enum PublishError {
-    #[error("the Node object {0:?} does not exist: is --node-name right?")]
+    #[error("the Node object {0:?} does not exist: check --node-name")]
     NoNode(String),
     #[error("the Node object {0:?} has no uid")]
     NoUid(String),

@@ -33,7 +33,8 @@ impl ClusterReader {
         facts: watch::Sender<ClusterFacts>,
         prepared_by: Option<ClaimsApi>,
     ) -> Self {
-        let claims = Discovery::new(facts.borrow().claims);
+        let known = facts.borrow().clone();
+        let claims = Discovery::new(known.claims, known.minor);
         Self {
             context,
             facts,
@@ -55,7 +56,7 @@ impl ClusterReader {
         let node = self.read_once().await;
         if node.is_err() && self.facts.borrow().claims.is_none() {
             let prepared_by = self.prepared_by;
-            self.claims = Discovery::new(prepared_by);
+            self.claims = Discovery::new(prepared_by, None);
             self.update_facts(|facts| facts.claims = prepared_by);
         }
         node
@@ -71,33 +72,34 @@ impl ClusterReader {
             .uid
             .clone()
             .ok_or_else(|| PublishError::NoUid(self.context.node_name.clone()))?;
-        let (claims, minor) = self.discover().await?;
+        self.discover().await?;
+        let claims = self.claims;
         self.update_facts(|facts| {
             facts.node_uid = Some(uid);
-            facts.claims = claims;
-            facts.minor = minor.or(facts.minor);
+            facts.claims = claims.served();
+            facts.minor = claims.minor();
         });
         Ok(node)
     }
 
     /// Queries again which API for claims the cluster serves: it may have been enabled or disabled, and API servers may differ.
     pub(super) async fn read_claims_api(&mut self) -> Result<(), PublishError> {
-        let (claims, minor) = self.discover().await?;
+        self.discover().await?;
+        let claims = self.claims;
         self.update_facts(|facts| {
-            facts.claims = claims;
-            facts.minor = minor.or(facts.minor);
+            facts.claims = claims.served();
+            facts.minor = claims.minor();
         });
         Ok(())
     }
 
-    /// The API for claims, and the minor version of the API server that answered, if that serves `resource.k8s.io/v1`.
-    async fn discover(&mut self) -> Result<(Option<ClaimsApi>, Option<u32>), PublishError> {
+    async fn discover(&mut self) -> Result<(), PublishError> {
         let answer = self.served_claims().await;
-        if let Ok((served, _)) = answer {
-            self.unwritten.extend(self.claims.answered(served));
+        if let Ok((served, minor)) = answer {
+            self.unwritten.extend(self.claims.answered(served, minor));
         }
         self.due = Instant::now() + spread(self.claims.pause(), &self.context.node_name);
-        answer.map(|(_, minor)| (self.claims.served(), minor))
+        answer.map(drop)
     }
 
     fn update_facts(&self, change: impl FnOnce(&mut ClusterFacts)) {
@@ -108,6 +110,7 @@ impl ClusterReader {
         });
     }
 
+    /// The API for claims, and the minor version of the API server that answered, if that serves `resource.k8s.io/v1`.
     async fn served_claims(&self) -> Result<(ClaimsApi, Option<u32>), PublishError> {
         let request = Request::get(format!("/apis/{}", resource::GROUP))
             .body(Vec::new())

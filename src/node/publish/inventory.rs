@@ -40,7 +40,7 @@ const FIELD_MANAGER: &str = "drayman-node";
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Minimum interval between reads of the Node object, so that repeated requests cannot flood the API server.
 const DOUBT_PAUSE: Duration = Duration::from_secs(10);
-/// Minimum interval between repairs of an inventory that others write, so that nobody who always changes it is fought at full speed.
+/// Minimum interval between repairs of an inventory. Limits the writes while another writer keeps changing it.
 const REPAIR_PAUSE: Duration = Duration::from_secs(60);
 
 /// The task that reads the facts of the cluster, and publishes the inventory (classic mode) and the events about the Node.
@@ -147,11 +147,11 @@ impl InventoryPublisher {
                 }
                 change = next_change(inventory_watch.as_mut(), known) => match change {
                     ForeignChange::Overwritten => {
-                        info!(inventory = name, "somebody else changed the inventory; our fields are written again");
+                        info!(inventory = name, "another writer changed the inventory; writing our fields again");
                         seen.applied = None;
                     }
                     ForeignChange::Deleted => {
-                        info!(inventory = name, "the inventory was deleted; it is written again");
+                        info!(inventory = name, "the inventory was deleted; writing it again");
                         // The Node may have been deleted too: its replacement has the same name and another uid.
                         let (reported, down) = (seen.reported.take(), std::mem::take(&mut seen.down));
                         (node, seen) = (None, Seen { reported, down, ..Seen::default() });
@@ -181,7 +181,7 @@ impl InventoryPublisher {
         let quarantine = self.quarantine.borrow_and_update().clone();
         let devices = self.devices.borrow_and_update().clone();
         if cluster.is_structured() {
-            // Nothing tells which events a previous process has written.
+            // The events that a previous process has written are unknown.
             let reported = seen.reported.take().unwrap_or_default();
             *seen = Seen {
                 reported: Some(reported),
@@ -226,8 +226,8 @@ impl InventoryPublisher {
             let StoredDevices(earlier) = stored.map(|stored| stored.devices).unwrap_or_default();
             seen.reported = Some(Arc::new(earlier));
         }
-        let wanted = (node.metadata.uid.clone(), devices.clone());
-        if seen.applied.as_ref() == Some(&wanted) {
+        let current = (node.metadata.uid.clone(), devices.clone());
+        if seen.applied.as_ref() == Some(&current) {
             return Ok(());
         }
         let parameters = PatchParams::apply(FIELD_MANAGER).force();
@@ -249,7 +249,7 @@ impl InventoryPublisher {
         if stored.devices != DeviceCounts::of(ours) {
             info!(
                 inventory = name,
-                "the inventory has devices or fields of devices that somebody else added; they are removed"
+                "the inventory has devices or fields of devices that another writer added; they are removed"
             );
             let patch = Patch::Merge(serde_json::json!({ "spec": { "devices": ours } }));
             let replaced = call(api.patch(name, &PatchParams::default(), &patch)).await;
@@ -261,7 +261,7 @@ impl InventoryPublisher {
             devices = inventory.spec.devices.len(),
             "the inventory is written"
         );
-        seen.applied = Some(wanted);
+        seen.applied = Some(current);
         Ok(())
     }
 
@@ -277,11 +277,11 @@ impl InventoryPublisher {
             return Ok(());
         };
         let now = Timestamp::now();
-        let wanted = status(stored, registration_status, quarantine, now);
-        if stored.status.as_ref() == Some(&wanted) {
+        let status = status(stored, registration_status, quarantine, now);
+        if stored.status.as_ref() == Some(&status) {
             return Ok(());
         }
-        let patch = Patch::Merge(serde_json::json!({ "status": wanted }));
+        let patch = Patch::Merge(serde_json::json!({ "status": status }));
         let stored = call(api.patch_status(name, &PatchParams::default(), &patch)).await?;
         seen.stored = Some(stored);
         Ok(())
@@ -331,7 +331,7 @@ async fn in_doubt(doubt: &Notify, asked: Instant) {
     doubt.notified().await;
 }
 
-/// A change of the inventory by somebody else.
+/// A change of the inventory by another writer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ForeignChange {
     Deleted,
@@ -398,7 +398,7 @@ impl InventoryWatch {
                 Some(Err(error)) => {
                     self.complained = true;
                     warn!(
-                        "the inventory cannot be watched; it is not restored meanwhile if somebody deletes or changes it: {error}"
+                        "the inventory cannot be watched; until it can, it is not restored after deletions and changes by others: {error}"
                     );
                 }
                 None => std::future::pending::<()>().await,

@@ -15,7 +15,7 @@ use crate::core::names::{DriverName, beginning};
 use crate::node::context::NodeContext;
 
 /// Bytes of a note before the ellipsis (`events.k8s.io/v1` allows 1,024 in total).
-const NOTE_MAX: usize = 1000;
+const MAX_NOTE_BYTES: usize = 1000;
 /// Bytes of the node name in an event name: an object name has 253, of which the timestamp takes 18.
 const NAME_MAX: usize = 235;
 /// Maximum characters of a reporting instance (`events.k8s.io/v1`).
@@ -73,8 +73,8 @@ fn object(
         },
         action: Some(action.to_owned()),
         event_time: Some(MicroTime(now)),
-        note: Some(if event.note.len() > NOTE_MAX {
-            format!("{}…", beginning(&event.note, NOTE_MAX))
+        note: Some(if event.note.len() > MAX_NOTE_BYTES {
+            format!("{}…", beginning(&event.note, MAX_NOTE_BYTES))
         } else {
             event.note.clone()
         }),
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_event_is_about_the_node_and_fits_what_the_server_takes() {
+    fn an_event_names_the_node_and_fits_the_servers_limits() {
         let driver_name = DriverName::parse("drayman.dev").unwrap();
         let event = DeviceEvent {
             reason: "DeviceUnhealthy",

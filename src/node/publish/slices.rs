@@ -17,6 +17,7 @@ use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, DeleteParams, PostParams, Preconditions};
 use kube::client::Body;
+use kube::core::Status;
 use kube::runtime::watcher::{self, Config, Event};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep_until};
@@ -75,9 +76,14 @@ enum SliceError {
     },
     #[error(
         "the API server rejects the content of the ResourceSlice {name:?} ({said}): correct the devices that the message names, or the \
-         admission webhook"
+         admission policy"
     )]
     Invalid { name: String, said: String },
+    #[error(
+        "an admission webhook prevents writes of the ResourceSlice {name:?} ({said}): repair the webhook, or exempt the slices of this \
+         driver from it"
+    )]
+    Webhook { name: String, said: String },
     #[error(transparent)]
     Other(#[from] PublishError),
 }
@@ -89,6 +95,7 @@ impl SliceError {
             Self::NameTaken { .. } => "NameTaken",
             Self::Forbidden { .. } => "Forbidden",
             Self::Invalid { .. } => "Invalid",
+            Self::Webhook { .. } => "Webhook",
             Self::Other(PublishError::TooLarge { .. }) => "TooLarge",
             Self::Other(PublishError::Api(kube::Error::Api(status))) if status.code == 429 => "Throttled",
             Self::Other(_) => "Failed",
@@ -115,6 +122,7 @@ impl SliceError {
         };
         let (name, said) = (write.name().to_owned(), status.message.clone());
         match (status.code, write) {
+            _ if is_of_webhook(status) => Self::Webhook { name, said },
             (403, write) => Self::Forbidden {
                 verb: match write {
                     Write::Create(_) => "create",
@@ -133,7 +141,13 @@ impl SliceError {
     }
 }
 
-/// What happened to a write.
+/// Whether an admission webhook refused the write, which can have any code, or cannot be called, which is an internal error.
+fn is_of_webhook(status: &Status) -> bool {
+    let says = |text| status.message.contains(text);
+    says("failed calling webhook") || says("admission webhook") && says("denied the request")
+}
+
+/// The outcome of a write.
 enum WriteOutcome {
     Done(BTreeSet<Altered>),
     /// Another writer was faster; its version is observed.
@@ -402,11 +416,11 @@ impl<'a> Publication<'a> {
         match written {
             Ok(WriteOutcome::Done(altered)) => {
                 self.reports.has_written = true;
-                // A webhook that undoes the write is not fought at full speed. A changed pool makes all slices of the node differ.
-                let is_undone = altered.contains(&Altered::Otherwise)
+                // Limits the writes while a webhook reverts them. A changed pool makes all slices of the node differ.
+                let is_reverted = altered.contains(&Altered::Otherwise)
                     && (self.slices.next().is_some_and(|next| next.name() == write.name())
                         || !self.slices.has_pool_of(write));
-                if is_undone {
+                if is_reverted {
                     self.retry.later();
                 } else {
                     self.retry.reset();
@@ -465,12 +479,12 @@ async fn execute(
     };
     match answer {
         Ok(stored) => Ok(WriteOutcome::Done(slices.written(write, stored))),
-        Err(PublishError::Api(kube::Error::Api(status))) if status.code == 409 => {
+        Err(PublishError::Api(kube::Error::Api(status))) if status.code == 409 && !is_of_webhook(&status) => {
             read(api, slices, write.name()).await?;
             Ok(WriteOutcome::Conflict)
         }
         Err(PublishError::Api(kube::Error::Api(status)))
-            if status.code == 404 && !matches!(write, Write::Create(_)) =>
+            if status.code == 404 && !matches!(write, Write::Create(_)) && !is_of_webhook(&status) =>
         {
             slices.absent(write.name());
             Ok(WriteOutcome::Conflict)
@@ -644,7 +658,7 @@ impl<'a> SliceReports<'a> {
         if !error.is_rejection() {
             warn!(
                 reason = error.result(),
-                "the slices are not published, kubelet is served all the same: {error}"
+                "the slices are not published; kubelet is still served: {error}"
             );
             return;
         }
@@ -654,7 +668,7 @@ impl<'a> SliceReports<'a> {
     async fn unwatched(&mut self, error: &watcher::Error, node_uid: &str) {
         warn!(
             reason = "SlicesUnwatched",
-            "the slices of this node cannot be watched; slices that somebody deletes are not restored meanwhile: {error}"
+            "the slices of this node cannot be watched; until they can, deleted slices are not restored: {error}"
         );
         let (watcher::Error::InitialListFailed(kube::Error::Api(status))
         | watcher::Error::WatchStartFailed(kube::Error::Api(status))

@@ -48,7 +48,7 @@ use crate::node::state::storage::{Opened, Paths, Store, StoreError};
 use crate::node::state::{NodeState, NodeStateOptions};
 
 /// How long to wait for another companion on the node to end, as during an update, and for a checkpoint that cannot be read.
-const LOCK_PATIENCE: Duration = Duration::from_secs(30);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval of the attempts.
 const LOCK_PAUSE: Duration = Duration::from_millis(100);
 
@@ -443,7 +443,7 @@ fn container_runtime(
     let Some(runtime) = CriClient::find(socket, kubelet_root, dev) else {
         info!(
             reason = "ContainerRuntimeUnavailable",
-            "no socket of a container runtime is here, so devices of pods that were deleted by force are freed only by kubelet or manually"
+            "no socket of a container runtime was found, so devices of force-deleted pods are freed only by kubelet or manually"
         );
         return None;
     };
@@ -463,7 +463,7 @@ async fn open(
     asked: &CancellationToken,
     shutdown: &CancellationToken,
 ) -> Result<Option<Opened>, NodeError> {
-    let until = Instant::now() + LOCK_PATIENCE;
+    let until = Instant::now() + LOCK_TIMEOUT;
     let mut is_logged = false;
     loop {
         let (disk, paths, boot_id) = (disk.clone(), paths.clone(), boot_id.to_owned());
@@ -481,7 +481,7 @@ async fn open(
                     is_logged = true;
                     warn!(
                         reason = error.reason(),
-                        "the records of this node are tried again: {error}"
+                        "cannot read the prepared claims of this node; retrying: {error}"
                     );
                 }
             }

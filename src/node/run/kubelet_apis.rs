@@ -264,7 +264,7 @@ async fn follow(
         let of_resources = resources.borrow_and_update().clone();
         let claims_now = claims.borrow_and_update().clone();
         let of_claims = (!no_claims).then(|| (CLAIMS.to_owned(), claims_now));
-        let now = judge(of_claims, of_resources, &mut down);
+        let now = evaluate(of_claims, of_resources, &mut down);
         registration_status.send_if_modified(|published| {
             let changed = *published != now;
             *published = now;
@@ -278,7 +278,7 @@ async fn follow(
     }
 }
 
-fn judge(
+fn evaluate(
     claims: Option<(String, KubeletApiState)>,
     resources: KubeletApiStates,
     down: &mut ApisDown,
@@ -311,11 +311,11 @@ fn judge(
 mod tests {
     use super::*;
 
-    fn judged(claims: Option<KubeletApiState>, resource: Option<KubeletApiState>) -> RegistrationStatus {
+    fn evaluated(claims: Option<KubeletApiState>, resource: Option<KubeletApiState>) -> RegistrationStatus {
         let claims = claims.map(|state| (CLAIMS.to_owned(), state));
         let resources = resource.map(|state| ("example.com/camera".to_owned(), state));
         let mut down = ApisDown::default();
-        judge(claims, resources.into_iter().collect(), &mut down)
+        evaluate(claims, resources.into_iter().collect(), &mut down)
     }
 
     fn failed() -> KubeletApiState {
@@ -337,7 +337,7 @@ mod tests {
             (rejected, false, "Rejected"),
             (failed(), false, "Failed"),
         ] {
-            let registration_status = judged(Some(state), Some(KubeletApiState::Registered));
+            let registration_status = evaluated(Some(state), Some(KubeletApiState::Registered));
             assert_eq!(
                 (
                     registration_status.ready,
@@ -352,7 +352,7 @@ mod tests {
 
     #[test]
     fn claims_go_on_when_an_extended_resource_is_down() {
-        let registration_status = judged(Some(KubeletApiState::Registered), Some(failed()));
+        let registration_status = evaluated(Some(KubeletApiState::Registered), Some(failed()));
         assert!(
             !registration_status.ready && registration_status.claims_ready,
             "{registration_status:?}"
@@ -366,7 +366,7 @@ mod tests {
 
     #[test]
     fn a_cluster_without_claims_is_named_in_the_message() {
-        let registration_status = judged(None, None);
+        let registration_status = evaluated(None, None);
         assert!(
             registration_status.ready
                 && registration_status

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_directory_that_can_be_made_again_is_no_reason_to_end() {
+    async fn a_directory_that_can_be_recreated_is_not_reported() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("d");
         assert!(!is_noticed(&path, || std::fs::create_dir(&path).unwrap()).await);

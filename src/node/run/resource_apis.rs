@@ -44,7 +44,7 @@ impl ResourceApis {
     /// Serves an endpoint for each extended resource until the shutdown. An endpoint that fails is retried independently.
     pub(super) async fn serve(
         self,
-        mut wanted: watch::Receiver<Arc<ConfiguredResources>>,
+        mut configured: watch::Receiver<Arc<ConfiguredResources>>,
         shutdown: CancellationToken,
     ) {
         let ours = shutdown.child_token();
@@ -52,7 +52,7 @@ impl ResourceApis {
         let mut open: BTreeMap<String, Open> = BTreeMap::new();
         let mut follows = true;
         loop {
-            let resources = wanted.borrow_and_update().clone();
+            let resources = configured.borrow_and_update().clone();
             for (name, api) in &open {
                 if resources.get(name) != Some(&api.resource) && !api.withdrawn.is_cancelled() {
                     info!(resource = name, "the resource is withdrawn");
@@ -69,7 +69,7 @@ impl ResourceApis {
             }
             tokio::select! {
                 () = shutdown.cancelled() => break,
-                changed = wanted.changed(), if follows => follows = changed.is_ok(),
+                changed = configured.changed(), if follows => follows = changed.is_ok(),
                 Some(ended) = apis.join_next() => if let Ok(name) = ended {
                     open.remove(&name);
                 },
@@ -94,7 +94,7 @@ impl ResourceApis {
         let (driver_name, name, asked) = (self.driver_name.clone(), name.to_owned(), withdrawn.clone());
         let (configured, states) = (resource.clone(), self.states.clone());
         apis.spawn(async move {
-            // The state task learns of a change at the same time as this task, and may be busy. Until then, it serves the former devices.
+            // The state task learns of a change at the same time as this task, and may be busy. Until then, it serves the earlier devices.
             tokio::select! {
                 () = asked.cancelled() => return name,
                 () = end.cancelled() => return name,

@@ -80,7 +80,7 @@ impl<D: NodeDriver> NodeState<D> {
         loop {
             let made = self.driver.container_edits(name).await?;
             let before = std::mem::replace(&mut found, self.found.borrow().clone());
-            // Otherwise the device has moved, and the edits may have its former nodes.
+            // Otherwise the device has moved, and the edits may have its earlier nodes.
             if numbers(&before) == numbers(&found) {
                 let Some(device) = found.get(name).or_else(|| self.inventory.get(name)) else {
                     return Ok((made, Vec::new()));
@@ -218,7 +218,7 @@ impl<D: NodeDriver> NodeState<D> {
                         warn!(
                             device,
                             reason = failure.reason(),
-                            "containers cannot be given this device by name now, it is tried again: {failure}"
+                            "containers cannot get this device by name now; retrying: {failure}"
                         );
                     }
                 }

@@ -37,7 +37,7 @@ use crate::core::prepare::plan::{
 use crate::core::prepare::prepared_claims::{ClaimEdits, Entry, HeldDevice, PreparedClaims, share_a_node};
 use crate::core::prepare::recovery::{
     holdings, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release, plan_restoring,
-    plan_restoring_one, plan_undo,
+    plan_restoring_one, plan_roll_back,
 };
 use crate::core::prepare::runtime_containers::RuntimeContainers;
 use crate::node::container_runtime::{ContainerRuntime, RuntimeCheck};
@@ -415,7 +415,8 @@ impl<D: NodeDriver> NodeState<D> {
             let result = if withdrawn.contains(&claim.uid) {
                 Err(ServiceError::Refused(Refusal::ContainersUnknown {
                     device: claim.name.clone(),
-                    problem: "the claim was to be unprepared before kubelet had answered".to_owned(),
+                    problem: "kubelet called Unprepare for the claim before it had listed its containers"
+                        .to_owned(),
                 }))
             } else {
                 self.prepare(claim, updated, containers).await
@@ -470,7 +471,7 @@ impl<D: NodeDriver> NodeState<D> {
             self.driver.check_unused(device).await?;
         }
         if let Err(failure) = self.perform(&steps).await {
-            self.undo(&uid).await;
+            self.roll_back(&uid).await;
             return Err(failure);
         }
         self.retries.done(&Missing::OfClaim(uid.clone()));
@@ -513,7 +514,7 @@ impl<D: NodeDriver> NodeState<D> {
             Some(Ok(())) => None,
             Some(Err(problem)) => Some(problem.clone()),
             // Another claim of the same call has changed which devices this claim takes.
-            None => Some("it is asked when the claim is prepared again".to_owned()),
+            None => Some("it is asked again when the claim is prepared again".to_owned()),
         };
         if let Some(problem) = problem {
             return Err(Refusal::ContainersUnknown { device, problem });
@@ -524,7 +525,7 @@ impl<D: NodeDriver> NodeState<D> {
         if let Ok((_, steps)) = &planned
             && let Some(device) = taken(steps).find(|name| self.is_in_unshared_resource(name))
         {
-            let problem = "it is asked only about resources that are also offered to claims, and the device's is not, or no longer";
+            let problem = "it is asked only about resources that are also offered to claims; the device's resource is not (any more)";
             return Err(Refusal::ContainersUnknown {
                 device: device.to_owned(),
                 problem: problem.to_owned(),
@@ -661,11 +662,11 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
-    async fn undo(&mut self, uid: &ClaimUid) {
+    async fn roll_back(&mut self, uid: &ClaimUid) {
         self.retry_later(uid);
-        let steps = plan_undo(&self.prepared_claims, uid);
+        let steps = plan_roll_back(&self.prepared_claims, uid);
         if let Err(failure) = self.perform(&steps).await {
-            warn!(claim_uid = %uid, reason = failure.reason(), "cannot be undone now, and is later: {failure}");
+            warn!(claim_uid = %uid, reason = failure.reason(), "the claim cannot be rolled back now; retrying: {failure}");
         }
     }
 
@@ -729,8 +730,8 @@ impl<D: NodeDriver> NodeState<D> {
         for (uid, steps) in plans {
             if let Err(failure) = self.perform(&steps).await {
                 let reason = failure.reason();
-                warn!(claim_uid = %uid, reason, "containers of this claim cannot be started now, it is tried again: {failure}");
-                self.undo(&uid).await;
+                warn!(claim_uid = %uid, reason, "containers of this claim cannot be started now; retrying: {failure}");
+                self.roll_back(&uid).await;
             } else {
                 self.retries.done(&Missing::OfClaim(uid));
             }
@@ -767,7 +768,7 @@ impl<D: NodeDriver> NodeState<D> {
                 Err(failure) => {
                     let reason = failure.reason();
                     debug!(claim_uid = %uid, reason, "containers of this claim still cannot be started: {failure}");
-                    self.undo(&uid).await;
+                    self.roll_back(&uid).await;
                 }
             }
         }
@@ -796,8 +797,8 @@ impl<D: NodeDriver> NodeState<D> {
             return Err(Refusal::Held { device, holder });
         }
         let holder = self.resources.holder_by_another_name(device).or_else(|| {
-            let former = self.former_of_extended_resource(device)?;
-            Some(format!("a container that may have it as {}", former.name))
+            let other = self.device_with_taken_node(device)?;
+            Some(format!("a container that may have it as {}", other.name))
         });
         match holder {
             Some(holder) => Err(Refusal::InContainer {
@@ -808,9 +809,9 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
-    /// The device of an extended resource that has a node of another device in the list that is processed, if the other device has it only in
-    /// a newer list. Whether a container still has the node is known once that list is processed.
-    fn former_of_extended_resource(&self, device: &Device) -> Option<&Device> {
+    /// The device of an extended resource that, in the processed list, has a node which a newer list gives to `device`. Whether a container
+    /// still has the node is known once the newer list is processed.
+    fn device_with_taken_node(&self, device: &Device) -> Option<&Device> {
         let listed = self.devices.get(&device.name);
         let numbers = device.device_numbers.iter().copied();
         let new: Vec<DeviceNumber> = numbers
@@ -819,10 +820,10 @@ impl<D: NodeDriver> NodeState<D> {
         if new.is_empty() {
             return None;
         }
-        self.devices.values().find(|former| {
-            former.name != device.name
-                && former.mode.serves_extended_resource()
-                && share_a_node(&former.device_numbers, &new)
+        self.devices.values().find(|other| {
+            other.name != device.name
+                && other.mode.serves_extended_resource()
+                && share_a_node(&other.device_numbers, &new)
         })
     }
 
@@ -938,7 +939,7 @@ impl<D: NodeDriver> NodeState<D> {
                 }
             };
             if let Err(failure) = self.perform(&steps).await {
-                warn!(claim_uid = %uid, reason = failure.reason(), "not done yet, it is tried again: {failure}");
+                warn!(claim_uid = %uid, reason = failure.reason(), "the decision about the claim cannot be carried out now; retrying: {failure}");
                 self.retry_later(&uid);
             }
         }

@@ -60,7 +60,7 @@ impl<T> Deref for Versioned<T> {
 /// Kubelet's view of each resource, or why it is unavailable.
 pub(super) type ResourceSnapshots = Result<BTreeMap<String, ResourceSnapshot>, String>;
 
-/// Devices that a resource has lost, with their former device numbers.
+/// Devices that a resource has lost, with their earlier device numbers.
 type Lost = BTreeMap<String, Vec<DeviceNumber>>;
 
 /// An extended resource, and the published list of its devices.
@@ -163,7 +163,7 @@ impl ExtendedResources {
     }
 
     /// Records, before `found` replaces the devices, which resources lose devices. A device that is missing or has other device nodes is
-    /// also lost: containers still have the former nodes, which may belong to another device now.
+    /// also lost: containers still have the earlier nodes, which may belong to another device now.
     pub(super) fn lose_devices(&mut self, devices: &Devices, found: &Devices) {
         let mut all: Vec<(String, Lost, bool)> = Vec::new();
         for (name, resource) in self.resources.iter() {
@@ -202,7 +202,7 @@ impl ExtendedResources {
             warn!(
                 resource = name,
                 reason = "PodResourcesUnavailable",
-                "the resource is withdrawn or has lost devices, and kubelet's pod-resources directory is not here, so that nobody knows whether containers still have them"
+                "the resource is withdrawn or has lost devices, and kubelet's pod-resources directory is missing, so it is unknown whether containers still have them"
             );
         }
     }
@@ -348,7 +348,7 @@ impl ExtendedResources {
         if self.knows_withdrawn() && !was_known && self.has_withdrawn() {
             info!(
                 resource = ?self.withdrawn.names(),
-                "containers have devices under names that the configuration no longer gives them; these are withheld until the containers have ended"
+                "containers have devices under names that are no longer configured; these are withheld until the containers have ended"
             );
         }
         self.record_conflicts();
@@ -418,7 +418,7 @@ impl ExtendedResources {
                 device,
                 holder,
                 reason = "DeviceHeld",
-                "a claim was allocated a device that a container has; no other claim is, until the container has ended"
+                "a claim was allocated a device that a container has; the device is withheld from other claims until the container has ended"
             );
         }
     }
@@ -598,10 +598,10 @@ impl KubeletQuery {
         self.has_warned = true;
         let mut effects = Vec::new();
         if has_both {
-            effects.push("devices of mode both are given to nobody new");
+            effects.push("devices of mode both are not given to new claims or containers");
         }
         if has_withdrawn {
-            effects.push("devices of withdrawn extended resources are given to nobody");
+            effects.push("devices of withdrawn extended resources are withheld");
         }
         warn!(
             reason = "PodResourcesUnavailable",

@@ -5,8 +5,8 @@ pub(in crate::node::state) mod fixture;
 mod moving;
 mod publishing;
 mod restoring;
+mod roll_back;
 mod runtime;
-mod undoing;
 mod waiting;
 
 use super::*;
@@ -19,29 +19,29 @@ use fixture::*;
 #[tokio::test]
 async fn prepare_is_idempotent_until_unprepare() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
+    let run = live_and_know(root.path(), "boot", &driver).await;
     for _ in 0..3 {
         assert_eq!(
-            life.prepare(A, &["x"]).await.unwrap(),
+            run.prepare(A, &["x"]).await.unwrap(),
             [format!("drayman.dev/claim={A}")]
         );
     }
     assert_eq!(files(root.path()), [file(A)]);
-    life.unprepare(A).await.unwrap();
-    life.unprepare(A).await.unwrap();
+    run.unprepare(A).await.unwrap();
+    run.unprepare(A).await.unwrap();
     assert_eq!(files(root.path()), Vec::<String>::new());
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
-async fn answers_keep_the_order_and_one_refusal_stops_nobody() {
+async fn answers_keep_the_order_and_a_refusal_stops_no_other_claim() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
+    let run = live_and_know(root.path(), "boot", &driver).await;
     let hostile = ClaimToPrepare {
         uid: "../../../etc/cron.d/x".into(),
         ..claim(A, &["x"])
     };
-    let answers = life
+    let answers = run
         .handle
         .prepare(
             vec![claim(A, &["x"]), hostile, claim(B, &["x"]), claim(B, &["y"])],
@@ -58,14 +58,14 @@ async fn answers_keep_the_order_and_one_refusal_stops_nobody() {
     assert_eq!((held.reason(), held.is_invalid_request()), ("DeviceHeld", false));
     assert!(held.to_string().contains("default/claim"), "{held}");
     assert_eq!(files(root.path()), [file(A), file(B)]);
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn other_tasks_run_between_the_claims_of_a_call() {
     const CLAIMS: usize = 20;
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
+    let run = live_and_know(root.path(), "boot", &driver).await;
     let turns = Arc::new(AtomicUsize::new(0));
     let counted = turns.clone();
     tokio::spawn(async move {
@@ -81,21 +81,21 @@ async fn other_tasks_run_between_the_claims_of_a_call() {
         uid,
     });
     let before = turns.load(Ordering::SeqCst);
-    let answers = life.handle.unprepare(claims.collect()).await;
+    let answers = run.handle.unprepare(claims.collect()).await;
     assert!(answers.iter().all(Result::is_ok), "{answers:?}");
     let between = turns.load(Ordering::SeqCst) - before;
     assert!(between >= CLAIMS, "{between} turns for {CLAIMS} claims");
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn work_continues_without_its_caller_and_unprepare_follows() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
+    let run = live_and_know(root.path(), "boot", &driver).await;
     let closed = driver.gate.acquire().await.unwrap();
     let asked = driver.asked.load(Ordering::SeqCst);
     let caller = {
-        let handle = life.handle.clone();
+        let handle = run.handle.clone();
         tokio::spawn(async move { handle.prepare(vec![claim(A, &["x"])], None).await })
     };
     while driver.asked.load(Ordering::SeqCst) == asked {
@@ -104,89 +104,89 @@ async fn work_continues_without_its_caller_and_unprepare_follows() {
     caller.abort();
     assert!(caller.await.unwrap_err().is_cancelled());
     // A repeat joins the request in progress, and an Unprepare waits for both.
-    let (repeat, undone) = tokio::join!(life.handle.prepare(vec![claim(A, &["x"])], None), async {
+    let (repeat, unprepared) = tokio::join!(run.handle.prepare(vec![claim(A, &["x"])], None), async {
         tokio::task::yield_now().await;
-        let undone = life.unprepare(A);
-        tokio::pin!(undone);
-        assert!(futures::poll!(&mut undone).is_pending());
+        let unprepared = run.unprepare(A);
+        tokio::pin!(unprepared);
+        assert!(futures::poll!(&mut unprepared).is_pending());
         drop(closed);
-        undone.await
+        unprepared.await
     });
     repeat[0].as_ref().unwrap();
-    undone.unwrap();
+    unprepared.unwrap();
     assert_eq!(files(root.path()), Vec::<String>::new());
-    life.prepare(B, &["x"]).await.unwrap();
-    life.end().await;
+    run.prepare(B, &["x"]).await.unwrap();
+    run.end().await;
 }
 
 #[tokio::test]
-async fn the_next_process_keeps_what_is_held_and_brings_files_back() {
+async fn the_next_process_keeps_claims_and_restores_their_files() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    life.prepare(A, &["x"]).await.unwrap();
-    life.end().await;
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    run.prepare(A, &["x"]).await.unwrap();
+    run.end().await;
     std::fs::remove_dir_all(root.path().join("cdi")).unwrap();
 
     // The API server is unavailable: its last facts come from the checkpoint.
-    let life = live(root.path(), "boot", &driver).await;
+    let run = live(root.path(), "boot", &driver).await;
     assert_eq!(files(root.path()), [file(A)]);
-    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason(), "DeviceHeld");
-    life.prepare(A, &["x"]).await.unwrap();
-    life.unprepare(A).await.unwrap();
-    life.prepare(B, &["x"]).await.unwrap();
-    life.end().await;
+    assert_eq!(run.prepare(B, &["x"]).await.unwrap_err().reason(), "DeviceHeld");
+    run.prepare(A, &["x"]).await.unwrap();
+    run.unprepare(A).await.unwrap();
+    run.prepare(B, &["x"]).await.unwrap();
+    run.end().await;
 }
 
 #[tokio::test]
-async fn after_a_boot_files_are_back_and_ended_claims_give_way() {
+async fn after_a_boot_files_are_restored_and_ended_claims_give_way() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
-    let life = live_and_know(root.path(), "boot-1", &driver).await;
-    life.prepare(A, &["x"]).await.unwrap();
-    life.prepare(B, &["y"]).await.unwrap();
-    life.end().await;
+    let run = live_and_know(root.path(), "boot-1", &driver).await;
+    run.prepare(A, &["x"]).await.unwrap();
+    run.prepare(B, &["y"]).await.unwrap();
+    run.end().await;
     std::fs::remove_dir_all(root.path().join("cdi")).unwrap();
 
-    let life = live_and_know(root.path(), "boot-2", &driver).await;
+    let run = live_and_know(root.path(), "boot-2", &driver).await;
     assert_eq!(
         files(root.path()),
         [file(A), file(B)],
         "also for a kubelet that does not ask again"
     );
-    life.prepare(A, &["x"]).await.unwrap();
+    run.prepare(A, &["x"]).await.unwrap();
     let c = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
-    assert_eq!(life.prepare(c, &["x"]).await.unwrap_err().reason(), "DeviceHeld");
-    life.prepare(c, &["y"]).await.unwrap();
+    assert_eq!(run.prepare(c, &["x"]).await.unwrap_err().reason(), "DeviceHeld");
+    run.prepare(c, &["y"]).await.unwrap();
     assert_eq!(files(root.path()), [file(A), file(c)]);
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn nothing_is_prepared_before_the_nodes_uid_is_known() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
-    let life = live(root.path(), "boot", &driver).await;
-    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason(), "NodeUnknown");
-    life.cluster.send_replace(ClusterFacts {
+    let run = live(root.path(), "boot", &driver).await;
+    assert_eq!(run.prepare(A, &["x"]).await.unwrap_err().reason(), "NodeUnknown");
+    run.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-0".into()),
         claims: None,
         minor: None,
     });
-    while life.prepare(A, &["x"]).await.unwrap_err().reason() != "WrongNode" {
+    while run.prepare(A, &["x"]).await.unwrap_err().reason() != "WrongNode" {
         tokio::task::yield_now().await;
     }
-    tokio::time::timeout(Duration::from_secs(5), life.doubt.notified())
+    tokio::time::timeout(Duration::from_secs(5), run.doubt.notified())
         .await
         .expect("the uid is in doubt");
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn a_device_that_vanishes_takes_the_file_and_brings_it_back() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
-    let mut life = live_and_know(root.path(), "boot", &driver).await;
-    life.prepare(A, &["x"]).await.unwrap();
+    let mut run = live_and_know(root.path(), "boot", &driver).await;
+    run.prepare(A, &["x"]).await.unwrap();
     driver.gone.lock().unwrap().insert("x".into());
     driver.say(&[], "test", Mode::Claims);
-    let shown = life
+    let shown = run
         .inventory
         .wait_for(|devices| devices.keys().eq(["x"]))
         .await
@@ -196,52 +196,52 @@ async fn a_device_that_vanishes_takes_the_file_and_brings_it_back() {
     assert_eq!(
         files(root.path()),
         Vec::<String>::new(),
-        "no container is started with what is now another's node"
+        "no container starts with a node of another device"
     );
-    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason(), "DeviceGone");
-    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason(), "DeviceHeld");
+    assert_eq!(run.prepare(A, &["x"]).await.unwrap_err().reason(), "DeviceGone");
+    assert_eq!(run.prepare(B, &["x"]).await.unwrap_err().reason(), "DeviceHeld");
     driver.gone.lock().unwrap().clear();
     driver.say(&["x"], "test", Mode::Claims);
-    life.inventory
+    run.inventory
         .wait_for(|devices| devices.get("x").is_some_and(|x| x.unhealthy.is_none()))
         .await
         .unwrap();
     assert_eq!(files(root.path()), [file(A)]);
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
-async fn a_full_disk_is_told_and_leaves_nothing_half_done() {
+async fn a_full_disk_is_reported_and_leaves_no_partial_work() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    life.prepare(A, &["x"]).await.unwrap();
-    life.unprepare(A).await.unwrap();
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    run.prepare(A, &["x"]).await.unwrap();
+    run.unprepare(A).await.unwrap();
     let obstacles = [
         root.path().join("state/checkpoint.json.tmp"),
         root.path().join(format!("cdi/{}.tmp", file(A))),
     ];
     for obstacle in obstacles {
         std::fs::create_dir(&obstacle).unwrap();
-        let error = life.prepare(A, &["x"]).await.unwrap_err();
+        let error = run.prepare(A, &["x"]).await.unwrap_err();
         assert_eq!(
             (error.reason(), error.is_invalid_request()),
             ("StorageFailed", false)
         );
         std::fs::remove_dir(&obstacle).unwrap();
         assert_eq!(files(root.path()), Vec::<String>::new());
-        life.prepare(B, &["x"]).await.expect("the device is free again");
-        life.unprepare(B).await.unwrap();
+        run.prepare(B, &["x"]).await.expect("the device is free again");
+        run.unprepare(B).await.unwrap();
     }
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn an_extended_resource_is_listed_and_handed_out() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say(&["x", "y"], "serial", Mode::ExtendedResource);
-    let life = live(root.path(), "boot", &driver).await;
-    assert!(life.handle.plugin_devices("example.com/other").is_none());
-    let devices = life.handle.plugin_devices("example.com/serial").unwrap();
+    let run = live(root.path(), "boot", &driver).await;
+    assert!(run.handle.plugin_devices("example.com/other").is_none());
+    let devices = run.handle.plugin_devices("example.com/serial").unwrap();
     assert_eq!(
         devices
             .borrow()
@@ -250,14 +250,14 @@ async fn an_extended_resource_is_listed_and_handed_out() {
             .collect::<Vec<_>>(),
         ["x", "y"]
     );
-    let container_edits_of = life
+    let container_edits_of = run
         .handle
         .allocate("example.com/serial", vec![vec!["y".into(), "x".into()]])
         .await
         .unwrap();
     assert_eq!(container_edits_of[0].device_nodes.len(), 2);
     assert_eq!(container_edits_of[0].environment["DRAYMAN_DEVICE_X"], "/dev/x");
-    let error = life
+    let error = run
         .handle
         .allocate("example.com/other", vec![vec!["x".into()]])
         .await
@@ -266,44 +266,44 @@ async fn an_extended_resource_is_listed_and_handed_out() {
         (error.reason(), error.is_invalid_request()),
         ("InvalidResource", true)
     );
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn a_list_of_devices_is_sent_again_only_when_it_has_changed() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    let mut devices = life.handle.plugin_devices("example.com/camera").unwrap();
-    let mut inventory = life.inventory.clone();
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    let mut devices = run.handle.plugin_devices("example.com/camera").unwrap();
+    let mut inventory = run.inventory.clone();
     devices.mark_unchanged();
     inventory.mark_unchanged();
-    life.prepare(A, &["x"]).await.unwrap();
-    life.unprepare(A).await.unwrap();
+    run.prepare(A, &["x"]).await.unwrap();
+    run.unprepare(A).await.unwrap();
     // Answered after the lists that follow Unprepare.
-    life.handle.holdings().await.unwrap();
+    run.handle.holdings().await.unwrap();
     assert!(!devices.has_changed().unwrap() && !inventory.has_changed().unwrap());
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn an_answer_does_not_wait_for_the_inventory() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    let prepared = life.handle.prepared();
-    life.prepare(A, &["x"]).await.unwrap();
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    let prepared = run.handle.prepared();
+    run.prepare(A, &["x"]).await.unwrap();
     assert_eq!(*prepared.borrow(), 0);
-    life.handle.holdings().await.unwrap();
+    run.handle.holdings().await.unwrap();
     assert_eq!(*prepared.borrow(), 1);
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
-async fn who_asks_a_companion_that_has_ended_is_told_so() {
+async fn requests_to_an_ended_companion_are_refused() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    life.task.abort();
-    let _ = life.task.await;
-    let answers = life
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    run.task.abort();
+    let _ = run.task.await;
+    let answers = run
         .handle
         .prepare(vec![claim(A, &["x"]), claim(B, &["x"])], None)
         .await;
@@ -317,21 +317,21 @@ async fn who_asks_a_companion_that_has_ended_is_told_so() {
 }
 
 /// Two cameras with mode `both`, and kubelet's view of its containers.
-async fn live_with_both(root: &Path) -> (Life, Arc<FakeDriver>, Arc<Kubelet>) {
+async fn live_with_both(root: &Path) -> (Run, Arc<FakeDriver>, Arc<Kubelet>) {
     let (driver, kubelet) = (FakeDriver::new(&[]), Arc::new(Kubelet::default()));
     driver.say(&["x", "y"], "camera", Mode::Both);
-    let life = live_beside(root, "boot", &driver, Some(kubelet.clone())).await;
-    life.cluster.send_replace(ClusterFacts {
+    let run = live_beside(root, "boot", &driver, Some(kubelet.clone())).await;
+    run.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
         claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
         minor: None,
     });
-    (life, driver, kubelet)
+    (run, driver, kubelet)
 }
 
 /// Waits until the extended resource offers these devices, with a question mark for unhealthy ones.
-async fn until_offered(life: &Life, wanted: &str) {
-    let mut devices = life.handle.plugin_devices("example.com/camera").unwrap();
+async fn until_offered(run: &Run, expected: &str) {
+    let mut devices = run.handle.plugin_devices("example.com/camera").unwrap();
     let shown = |devices: &Vec<PluginDevice>| {
         devices
             .iter()
@@ -341,13 +341,13 @@ async fn until_offered(life: &Life, wanted: &str) {
     };
     let result = tokio::time::timeout(
         Duration::from_secs(20),
-        devices.wait_for(|devices| shown(devices) == wanted),
+        devices.wait_for(|devices| shown(devices) == expected),
     )
     .await;
-    assert!(result.is_ok(), "not {wanted:?}");
+    assert!(result.is_ok(), "not {expected:?}");
 }
 
-fn nothing_announced() -> AllocatedClaims {
+fn no_allocations() -> AllocatedClaims {
     AllocatedClaims::none()
 }
 
@@ -383,10 +383,10 @@ fn granted(device: &str) -> ResourceSnapshot {
 #[tokio::test]
 async fn both_mode_needs_kubelet_and_claims_before_it_serves() {
     let root = tempfile::tempdir().unwrap();
-    let (life, _driver, kubelet) = live_with_both(root.path()).await;
-    until_offered(&life, "x? y?").await;
+    let (run, _driver, kubelet) = live_with_both(root.path()).await;
+    until_offered(&run, "x? y?").await;
     let refused = loop {
-        let refused = life.prepare(A, &["x"]).await.unwrap_err();
+        let refused = run.prepare(A, &["x"]).await.unwrap_err();
         if refused.reason() != "NodeUnknown" {
             break refused;
         }
@@ -395,85 +395,82 @@ async fn both_mode_needs_kubelet_and_claims_before_it_serves() {
     assert!(refused.to_string().contains("kubelet is down"), "{refused}");
     *kubelet.shown.lock().unwrap() = Some(granted("y"));
     // Kubelet tracks the device that a container holds; the others wait for the claims.
-    until_offered(&life, "x? y").await;
-    life.announcer.send_replace(Arc::new(nothing_announced()));
-    until_offered(&life, "x y").await;
+    until_offered(&run, "x? y").await;
+    run.publisher.send_replace(Arc::new(no_allocations()));
+    until_offered(&run, "x y").await;
     let queries = kubelet.queries.load(Ordering::SeqCst);
-    life.prepare(A, &["x"]).await.unwrap();
+    run.prepare(A, &["x"]).await.unwrap();
     assert_eq!(
         kubelet.queries.load(Ordering::SeqCst),
         queries + 1,
-        "asked at the moment of the decision"
+        "kubelet is asked at the decision"
     );
-    until_offered(&life, "x? y").await;
-    life.unprepare(A).await.unwrap();
-    until_offered(&life, "x y").await;
-    life.end().await;
+    until_offered(&run, "x? y").await;
+    run.unprepare(A).await.unwrap();
+    until_offered(&run, "x y").await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn an_allocated_device_is_withdrawn_before_prepare() {
     let root = tempfile::tempdir().unwrap();
-    let (life, _driver, kubelet) = live_with_both(root.path()).await;
+    let (run, _driver, kubelet) = live_with_both(root.path()).await;
     *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
-    life.announcer.send_replace(Arc::new(allocated_claims(A, "x")));
-    until_offered(&life, "x? y").await;
+    run.publisher.send_replace(Arc::new(allocated_claims(A, "x")));
+    until_offered(&run, "x? y").await;
     let allocate = async |device: &str| {
         let containers = vec![vec![device.to_owned()]];
-        life.handle.allocate("example.com/camera", containers).await
+        run.handle.allocate("example.com/camera", containers).await
     };
     let refused = allocate("x").await.unwrap_err();
     assert_eq!(refused.reason(), "DeviceHeld");
     assert!(refused.to_string().contains("default/camera"), "{refused}");
     allocate("y").await.unwrap();
-    life.announcer.send_replace(Arc::new(nothing_announced()));
-    until_offered(&life, "x y").await;
-    life.end().await;
+    run.publisher.send_replace(Arc::new(no_allocations()));
+    until_offered(&run, "x y").await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn a_device_of_a_container_is_refused_to_claims_until_it_ends() {
     let root = tempfile::tempdir().unwrap();
-    let (mut life, _driver, kubelet) = live_with_both(root.path()).await;
+    let (mut run, _driver, kubelet) = live_with_both(root.path()).await;
     *kubelet.shown.lock().unwrap() = Some(granted("x"));
-    life.announcer.send_replace(Arc::new(nothing_announced()));
-    until_offered(&life, "x y").await;
+    run.publisher.send_replace(Arc::new(no_allocations()));
+    until_offered(&run, "x y").await;
     assert!(
-        life.inventory
+        run.inventory
             .borrow()
             .values()
             .all(|device| device.unhealthy.is_none()),
-        "nothing is published for a pod that is in nobody's way"
+        "a pod without a conflict changes nothing"
     );
-    life.announcer.send_replace(Arc::new(allocated_claims(A, "x")));
+    run.publisher.send_replace(Arc::new(allocated_claims(A, "x")));
     let conflicting =
         |devices: &Arc<Devices>| devices["x"].unhealthy.is_some() && devices["y"].unhealthy.is_none();
-    soon(life.inventory.wait_for(conflicting)).await.unwrap();
-    let refused = life.prepare(A, &["x"]).await.unwrap_err();
+    soon(run.inventory.wait_for(conflicting)).await.unwrap();
+    let refused = run.prepare(A, &["x"]).await.unwrap_err();
     assert_eq!(refused.reason(), "DeviceHeld");
     assert!(refused.to_string().contains("default/plugged"), "{refused}");
     // The container keeps its device, and no other container gets it afterwards.
-    until_offered(&life, "x? y").await;
+    until_offered(&run, "x? y").await;
     *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
-    soon(
-        life.inventory
-            .wait_for(|devices| devices["x"].unhealthy.is_none()),
-    )
-    .await
-    .unwrap();
-    life.prepare(A, &["x"]).await.unwrap();
-    life.end().await;
+    soon(run.inventory.wait_for(|devices| devices["x"].unhealthy.is_none()))
+        .await
+        .unwrap();
+    run.prepare(A, &["x"]).await.unwrap();
+    run.end().await;
 }
 
 #[tokio::test]
-async fn a_device_by_name_has_a_file_from_the_start_until_it_is_gone() {
+async fn a_named_device_has_a_file_from_the_start_until_it_is_gone() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say(&["x", "y"], "camera", Mode::ExtendedResource);
-    let life = live(root.path(), "boot", &driver).await;
+    let run = live(root.path(), "boot", &driver).await;
     let of = |device: &str| format!("drayman.dev-device_{device}.json");
     assert_eq!(files(root.path()), [of("x"), of("y")]);
     let containers = vec![vec!["x".to_owned()]];
-    let container_edits_of = life
+    let container_edits_of = run
         .handle
         .allocate("example.com/camera", containers)
         .await
@@ -487,37 +484,37 @@ async fn a_device_by_name_has_a_file_from_the_start_until_it_is_gone() {
         }
     })
     .await;
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
-async fn a_device_by_name_keeps_its_file_although_the_configuration_changes() {
+async fn a_named_device_keeps_its_file_after_a_configuration_change() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say(&["x", "y"], "camera", Mode::ExtendedResource);
-    let life = live(root.path(), "boot", &driver).await;
+    let run = live(root.path(), "boot", &driver).await;
     let of = |device: &str| format!("drayman.dev-device_{device}.json");
     assert_eq!(files(root.path()), [of("x"), of("y")]);
     let by_node = ExtendedResource::of_kind("camera");
     let resources = BTreeMap::from([("example.com/camera".to_owned(), by_node)]);
-    life.wanted.send_replace(Arc::new(resources));
+    run.configured.send_replace(Arc::new(resources));
     driver.say(&["y"], "camera", Mode::Claims);
     // The file of the device that is gone goes; that of the other stays, because a container may be started again with its name.
     until_files(root.path(), &[of("y")]).await;
     driver.say(&["z"], "camera", Mode::Claims);
     until_files(root.path(), &[]).await;
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn no_container_starts_with_a_missing_or_unhealthy_device() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say(&["x"], "serial", Mode::ExtendedResource);
-    let life = live(root.path(), "boot", &driver).await;
-    assert!(life.handle.checks_start("example.com/serial"));
-    assert!(!life.handle.checks_start("example.com/camera"));
+    let run = live(root.path(), "boot", &driver).await;
+    assert!(run.handle.checks_start("example.com/serial"));
+    assert!(!run.handle.checks_start("example.com/camera"));
     let check = async |device: &str| {
         let devices = vec![device.to_owned()];
-        life.handle
+        run.handle
             .check_start("example.com/serial", devices)
             .await
             .map_err(|error| error.reason())
@@ -526,52 +523,52 @@ async fn no_container_starts_with_a_missing_or_unhealthy_device() {
     assert_eq!(check("nowhere").await, Err("DeviceGone"));
     driver.gone.lock().unwrap().insert("x".into());
     assert_eq!(check("x").await, Err("DeviceGone"));
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
-async fn a_choice_is_made_from_the_other_end_where_claims_take_too() {
+async fn devices_shared_with_claims_are_preferred_from_the_end() {
     let root = tempfile::tempdir().unwrap();
-    let (life, _driver, _kubelet) = live_with_both(root.path()).await;
+    let (run, _driver, _kubelet) = live_with_both(root.path()).await;
     let wish = Preference {
         available: vec!["x".into(), "y".into()],
         must_include: vec![],
         size: 1,
     };
     assert_eq!(
-        life.handle
+        run.handle
             .choose("example.com/camera", std::slice::from_ref(&wish)),
         [["y"]]
     );
-    assert_eq!(life.handle.choose("example.com/serial", &[wish]), [["x"]]);
-    life.end().await;
+    assert_eq!(run.handle.choose("example.com/serial", &[wish]), [["x"]]);
+    run.end().await;
 }
 
 #[tokio::test]
-async fn a_device_that_the_node_uses_is_handed_out_to_nobody_new() {
+async fn a_device_in_use_by_the_node_is_not_allocated() {
     let root = tempfile::tempdir().unwrap();
     let driver = FakeDriver::new(&[]);
     driver.say(&["x", "y"], "test", Mode::Claims);
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    life.prepare(A, &["x"]).await.unwrap();
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    run.prepare(A, &["x"]).await.unwrap();
     driver
         .used
         .lock()
         .unwrap()
         .extend(["x".to_owned(), "y".to_owned()]);
-    assert_eq!(life.prepare(B, &["y"]).await.unwrap_err().reason(), "DeviceInUse");
-    life.prepare(A, &["x"]).await.unwrap();
-    assert_eq!(files(root.path()), [file(A)], "who has the device may use it");
+    assert_eq!(run.prepare(B, &["y"]).await.unwrap_err().reason(), "DeviceInUse");
+    run.prepare(A, &["x"]).await.unwrap();
+    assert_eq!(files(root.path()), [file(A)], "a holder keeps its device");
     driver.say(&["z"], "serial", Mode::ExtendedResource);
     driver.used.lock().unwrap().insert("z".to_owned());
-    let mut inventory = life.inventory.clone();
+    let mut inventory = run.inventory.clone();
     soon(inventory.wait_for(|all| all.contains_key("z")))
         .await
         .unwrap();
-    let refused = life
+    let refused = run
         .handle
         .allocate("example.com/serial", vec![vec!["z".to_owned()]])
         .await;
     assert_eq!(refused.map(drop).unwrap_err().reason(), "DeviceInUse");
-    life.end().await;
+    run.end().await;
 }

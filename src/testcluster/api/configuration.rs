@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_says_what_it_is() {
+    fn a_configuration_must_name_its_kind_and_object() {
         let refused = |configuration| checked("ConfigMap", configuration).unwrap_err();
         for (configuration, message) in [
             (json!(null), "invalid object type: /, Kind="),
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_of_a_list_can_be_told_apart() {
+    fn entries_of_a_list_need_unique_keys() {
         let with = |entries: Value| {
             json!({
                 "apiVersion": "resource.k8s.io/v1alpha2", "kind": "PodSchedulingContext",

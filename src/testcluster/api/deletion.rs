@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_options_is_refused() {
+    fn invalid_delete_options_are_refused() {
         for body in [
             json!([]),
             json!(7),
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_grace_below_nothing_is_a_second() {
+    fn a_negative_grace_period_becomes_one_second() {
         assert_eq!(read(json!({ "gracePeriodSeconds": -5 })).unwrap().grace, Some(1));
         assert_eq!(
             read(json!({ "gracePeriodSeconds": i64::MAX })).unwrap().grace,

@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_changed_since_is_nobodys_to_take_over() {
+    fn a_field_changed_after_the_last_apply_is_not_taken_over() {
         let kind = classic_kind("ConfigMap");
         let last = json!({ "apiVersion": "v1", "data": { "same": "1", "changed": "1", "gone": "1" } });
         let live = annotated(&json!({ "same": "1", "changed": "2" }), &last);

@@ -168,14 +168,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_limited_is_asked_for_too() {
+    fn a_limit_without_a_request_sets_the_request() {
         let pod = pod(&json!({ "limits": { "a/b": "1", "cpu": "2" }, "requests": { "cpu": "1" } }));
         let requests = &pod["spec"]["containers"][0]["resources"]["requests"];
         assert_eq!(*requests, json!({ "a/b": "1", "cpu": "1" }));
     }
 
     #[test]
-    fn devices_say_nothing_about_the_quality() {
+    fn devices_do_not_affect_the_quality_of_service() {
         for (resources, quality) in [
             (json!({}), "BestEffort"),
             (json!({ "limits": { "a/b": "1" } }), "BestEffort"),
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_says_how_long_it_stays_is_believed() {
+    fn a_toleration_of_the_pod_is_not_overridden() {
         let seconds = |toleration: Value| {
             let mut pod = json!({ "spec": { "tolerations": [toleration] } });
             tolerate(&mut pod);

@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_no_no_is_a_yes() {
+    fn only_false_values_are_false() {
         let query = Query::read("a=true&b=1&c&d=&e=maybe&f=false&g=0");
         for key in ["a", "b", "c", "d", "e"] {
             assert!(query.is(key), "{key}");
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_escaped_is_read_as_it_is_meant() {
+    fn escaped_parameters_are_decoded() {
         let query = Query::read("a=a%2Fb+c%2B%zz%");
         assert_eq!(query.text("a"), "a/b c+%zz%");
     }

@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn labels_are_selected_as_kubectl_writes_it() {
+    fn labels_are_selected_in_the_syntax_of_kubectl() {
         let object = json!({ "metadata": { "labels": { "app": "web", "x/tier": "a" } } });
         for (text, matches) in [
             ("", true),

@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_can_be_had_as_it_was() {
+    fn a_list_of_an_earlier_version_is_available() {
         let mut store = ObjectStore::new(10);
         let object = || json!({ "metadata": {} });
         store.put(key("a"), object());
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_only_tried_has_no_version_and_leaves_no_trace() {
+    fn a_dry_run_has_no_version_and_changes_nothing() {
         let mut store = ObjectStore::new(10);
         let object = || json!({ "metadata": {} });
         let stored = store.put(key("a"), object());
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_deletion_holds_counts_too() {
+    fn deleted_objects_count_for_the_size_of_the_history() {
         let mut store = ObjectStore::new(1000);
         for number in 0..100 {
             let large = json!({ "metadata": {}, "data": "x".repeat(SIZE_MAX / 8) });
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_forgotten_is_not_guessed() {
+    fn a_forgotten_version_has_no_changes_and_no_list() {
         let mut store = ObjectStore::new(2);
         let then = store.version();
         for name in ["a", "b", "c"] {

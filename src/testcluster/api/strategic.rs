@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_that_is_no_map_is_replaced_and_null_removes() {
+    fn an_atomic_list_is_replaced_and_null_removes_a_field() {
         let object = json!({ "status": { "allocation": { "resourceHandles": [1, 2] }, "driverName": "x" } });
         let patch = json!({ "status": { "allocation": { "resourceHandles": [3] }, "driverName": null } });
         assert_eq!(

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_knows_is_dropped_and_told() {
+    fn unknown_fields_are_dropped_and_reported() {
         let container =
             json!({ "name": "c", "image": "i", "imagee": "x", "resources": { "limits": { "a/b": 1 } } });
         let pod = json!({ "spec": { "colour": "red", "containers": [container] } });
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_of_another_type_is_refused() {
+    fn a_field_of_another_type_is_refused() {
         for (kind, object) in [
             ("ConfigMap", json!({ "data": 7 })),
             ("ConfigMap", json!({ "data": { "a": 7 } })),

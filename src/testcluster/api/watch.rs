@@ -23,9 +23,9 @@ const BOOKMARK: Duration = Duration::from_secs(60);
 /// Time of the last bookmark before the end of a watch.
 const LAST_BOOKMARK: Duration = Duration::from_secs(2);
 /// Default duration of a watch.
-const LIFE: Duration = Duration::from_secs(45 * 60);
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(45 * 60);
 /// Maximum duration of a watch.
-const LIFE_MAX: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
 /// Parameters of a watch.
 #[derive(Clone, Debug)]
@@ -71,12 +71,12 @@ pub(crate) fn watch(
     }
     drop(state);
     let now = Instant::now();
-    let life = match query.timeout {
-        None | Some(0) => LIFE,
+    let timeout = match query.timeout {
+        None | Some(0) => DEFAULT_TIMEOUT,
         // A negative timeout ends the watch at once.
-        Some(seconds) => Duration::from_secs(u64::try_from(seconds).unwrap_or(0)).min(LIFE_MAX),
+        Some(seconds) => Duration::from_secs(u64::try_from(seconds).unwrap_or(0)).min(MAX_TIMEOUT),
     };
-    let end = now + life;
+    let end = now + timeout;
     // Shortly before the end, so that the next watch resumes there.
     let before_end = end.checked_sub(LAST_BOOKMARK).filter(|last| *last > now);
     let bookmark = before_end.unwrap_or(now + BOOKMARK).min(now + BOOKMARK);

@@ -1,4 +1,4 @@
-//! Creates, updates, patches, bindings and deletions: an object is deleted immediately, or after the grace period once all finalizers are gone.
+//! Creates, updates, patches, bindings and deletions: an object is deleted at once, or after the grace period once all finalizers are gone.
 
 use std::sync::Arc;
 

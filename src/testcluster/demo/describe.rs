@@ -110,16 +110,13 @@ fn claim(name: &str, before: &Value, after: &Value) -> Vec<Line> {
             "" => line("user", format!("creates claim {name}")),
             owner => line(
                 "claim controller",
-                format!("makes claim {name} for pod {owner}, from its template"),
+                format!("creates claim {name} for pod {owner} from its template"),
             ),
         });
     }
     let finalizers = |claim: &Value| list(claim, "/metadata/finalizers").len();
     if finalizers(after) > finalizers(before) && !is_structured {
-        lines.push(line(
-            "controller",
-            format!("puts its finalizer on claim {name}, before it does anything for it"),
-        ));
+        lines.push(line("controller", format!("adds its finalizer to claim {name}")));
     }
     let allocated = |claim: &Value| claim.pointer("/status/allocation").is_some();
     if allocated(after) && !allocated(before) {
@@ -143,22 +140,19 @@ fn claim(name: &str, before: &Value, after: &Value) -> Vec<Line> {
         return lines;
     }
     if allocated(before) && !allocated(after) {
-        lines.push(line(
-            "controller",
-            format!("takes the allocation of claim {name} back"),
-        ));
+        lines.push(line("controller", format!("deallocates claim {name}")));
     }
     let reserved = |claim: &Value| list(claim, "/status/reservedFor").len();
     if reserved(after) < reserved(before) {
         lines.push(line(
             "claim controller",
-            format!("takes the pod that is done out of claim {name}"),
+            format!("removes the ended pod from claim {name}"),
         ));
     }
     if !is_deleting(before) && is_deleting(after) {
         lines.push(line(
             "claim controller",
-            format!("deletes claim {name}, which was made for that pod"),
+            format!("deletes claim {name}, which was created for that pod"),
         ));
     }
     lines
@@ -178,13 +172,13 @@ fn context(name: &str, before: &Value, after: &Value) -> Vec<Line> {
     }
     let selected = text(after, "/spec/selectedNode");
     if text(before, "/spec/selectedNode") != selected && !selected.is_empty() {
-        lines.push(line("scheduler", format!("would like {selected} for pod {name}")));
+        lines.push(line("scheduler", format!("selects {selected} for pod {name}")));
     }
     if list(before, "/status/resourceClaims") != list(after, "/status/resourceClaims") {
         for entry in list(after, "/status/resourceClaims") {
             let unsuitable = object::texts(entry, "/unsuitableNodes");
             let what = match unsuitable.as_slice() {
-                [] => "every node would do".to_owned(),
+                [] => "every node is suitable".to_owned(),
                 nodes => format!("not on {}", nodes.join(", ")),
             };
             lines.push(line(
@@ -201,8 +195,8 @@ fn inventory(before: &Value, after: &Value) -> Vec<Line> {
     let words = [
         "has found",
         "no longer has",
-        "says unhealthy:",
-        "says healthy again:",
+        "reports unhealthy:",
+        "reports healthy again:",
     ];
     let mut lines = devices_changed(before, after, is_unhealthy, words);
     let was_unhealthy = |name: &Value| {
@@ -281,7 +275,10 @@ fn event(event: &Value) -> Vec<Line> {
         text(event, "/involvedObject/kind").to_lowercase(),
         text(event, "/involvedObject/name")
     );
-    vec![line(who, format!("tells {about}: {}", text(event, "/message")))]
+    vec![line(
+        who,
+        format!("sends an event about {about}: {}", text(event, "/message")),
+    )]
 }
 
 #[cfg(test)]
@@ -312,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn an_allocation_is_told_with_devices_node_and_pod() {
+    fn an_allocation_is_described_with_devices_node_and_pod() {
         let handle = json!({
             "version": 1, "claimUid": "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a", "nodeName": "node-a", "nodeUid": "n-1",
             "devices": [{ "request": "r", "device": "a" }, { "request": "r", "device": "b" }],
@@ -365,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_needs_to_know_is_not_told() {
+    fn irrelevant_changes_are_not_described() {
         assert_eq!(
             listed("leases.coordination.k8s.io", None, Some(json!({}))),
             [""; 0]

@@ -85,9 +85,9 @@ impl Summary {
     }
 
     /// Returns an error unless all expectations were met.
-    pub fn verdict(&self) -> Result<(), String> {
+    pub fn result(&self) -> Result<(), String> {
         match self.expected.saturating_sub(self.held) {
-            0 if self.expected == 0 => Err("nothing was expected, so that nothing was shown".to_owned()),
+            0 if self.expected == 0 => Err("no expectation was checked".to_owned()),
             0 => Ok(()),
             1 => Err("1 expectation did not hold".to_owned()),
             count => Err(format!("{count} expectations did not hold")),
@@ -411,7 +411,7 @@ mod tests {
 
     #[test]
     fn the_demo_succeeds_only_if_all_of_some_expectations_held() {
-        let verdict = |expected, held| {
+        let result = |expected, held| {
             let (scenarios, first_allocation) = (1, None);
             let summary = Summary {
                 scenarios,
@@ -419,12 +419,12 @@ mod tests {
                 held,
                 first_allocation,
             };
-            summary.verdict()
+            summary.result()
         };
-        assert_eq!(verdict(3, 3), Ok(()));
-        assert!(verdict(3, 2).unwrap_err().starts_with("1 expectation "));
-        assert!(verdict(3, 1).unwrap_err().starts_with("2 expectations "));
-        assert!(verdict(0, 0).is_err());
+        assert_eq!(result(3, 3), Ok(()));
+        assert!(result(3, 2).unwrap_err().starts_with("1 expectation "));
+        assert!(result(3, 1).unwrap_err().starts_with("2 expectations "));
+        assert!(result(0, 0).is_err());
     }
 
     #[test]
@@ -452,7 +452,7 @@ mod tests {
         let summary = demo.summary();
         demo.stop().await;
         assert_eq!((summary.scenarios, summary.expected - summary.held), (0, 1));
-        assert!(summary.verdict().is_err());
+        assert!(summary.result().is_err());
         lines.close();
         let mut shown = Vec::new();
         while let Some(line) = lines.recv().await {

@@ -64,7 +64,7 @@ impl PseudoTerminal {
             self.spare.push(master);
         }
         Err(io::Error::other(format!(
-            "{} was taken by another program; play the demonstration once more",
+            "another program has opened {}; run the demo again",
             self.path
         )))
     }

@@ -136,9 +136,7 @@ impl Demo {
         match run_scenario(self, scenario).await {
             Ok(()) => {}
             Err(Halt::Unmet) => {
-                self.show(OutputLine::Remark(
-                    "what comes after that is not played".to_owned(),
-                ));
+                self.show(OutputLine::Remark("the remaining steps are skipped".to_owned()));
             }
             Err(Halt::Broken(error)) => return Err(error),
         }
@@ -314,7 +312,7 @@ async fn hold_all(demo: &mut Demo, pod: fn(&str) -> String, what: &str) -> Resul
 }
 
 async fn waiting(demo: &mut Demo) -> Result<(), Halt> {
-    let holders = hold_all(demo, pod, "a pod runs for each device that there is").await?;
+    let holders = hold_all(demo, pod, "a pod runs for each device").await?;
     demo.expect(
         "one more pod waits, and an event on it says how many devices are held",
         |demo| {
@@ -338,7 +336,7 @@ async fn waiting(demo: &mut Demo) -> Result<(), Halt> {
         .claim_of("late")
         .is_some_and(|claim| devices_of(&claim) == (freed.clone(), node.clone()));
     demo.check(
-        &format!("it has the device that was freed, {} on {node}", freed.join(", ")),
+        &format!("it has the freed device, {} on {node}", freed.join(", ")),
         same,
     )?;
     demo.clear(&holders).await
@@ -363,10 +361,10 @@ async fn unplugged(demo: &mut Demo) -> Result<(), Halt> {
         })
     };
     plug(demo, &node, &path, false)?;
-    demo.expect("the inventory says that the device is unhealthy", unhealthy)
+    demo.expect("the inventory lists the device as unhealthy", unhealthy)
         .await?;
     demo.expect(
-        "the claim's CDI file is away, so that no container starts with another device",
+        "the claim's CDI file is gone, so that no container starts with another device",
         |demo| demo.cdi_files() == 0,
     )
     .await?;
@@ -385,12 +383,13 @@ async fn unplugged(demo: &mut Demo) -> Result<(), Halt> {
         })
     };
     demo.expect(
-        "a device that nobody holds leaves the inventory when it is unplugged",
+        "a device without a holder leaves the inventory when it is unplugged",
         |demo| !is_listed(demo),
     )
     .await?;
     plug(demo, &node, &path, true)?;
-    demo.expect("and is in it again when it is back", is_listed).await
+    demo.expect("and returns to the inventory when it is plugged in", is_listed)
+        .await
 }
 
 /// Plugs or unplugs a device of a node.
@@ -410,7 +409,7 @@ fn plug(demo: &mut Demo, node: &str, path: &str, plugged: bool) -> Result<(), Ha
     }
     debug_assert_eq!(Path::new(path).exists(), plugged, "{path}");
     let word = if plugged { "plugs in" } else { "unplugs" };
-    demo.step("somebody", format!("{word} {path} of {node}"));
+    demo.step("operator", format!("{word} {path} of {node}"));
     Ok(())
 }
 
@@ -576,14 +575,14 @@ fn healthy_devices(demo: &Demo) -> BTreeMap<String, Vec<String>> {
 async fn real(demo: &mut Demo) -> Result<(), Halt> {
     let found = healthy_devices(demo);
     if found.is_empty() {
-        let text = "this machine has no device of a ready-made kind that can be handed out; drayman node discover says why";
+        let text = "this machine has no healthy device of a ready-made kind; run drayman node discover for the reasons";
         demo.show(OutputLine::Remark(text.to_owned()));
         return Ok(());
     }
     let mut pods = Vec::new();
     for (kind, devices) in &found {
         demo.apply(
-            &format!("a class for {kind}, of which there is {}", devices.join(", ")),
+            &format!("a class for {kind} with the devices {}", devices.join(", ")),
             &classic_class(kind),
         )?;
         let name = format!("real-{kind}");

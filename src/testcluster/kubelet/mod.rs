@@ -101,7 +101,7 @@ impl TestNode {
 pub type ContainerConfigs = BTreeMap<(String, String), BTreeMap<String, ContainerConfig>>;
 
 /// Device plugin devices of pods, by pod uid and resource.
-type AllocatedDevices = BTreeMap<String, BTreeMap<String, BTreeSet<String>>>;
+type PodDevices = BTreeMap<String, BTreeMap<String, BTreeSet<String>>>;
 
 /// A kubelet whose actions can be inspected.
 #[derive(Clone, Debug)]
@@ -111,7 +111,7 @@ pub struct Kubelet {
     registry: Registry,
     grpc: GrpcClient,
     claims: ClaimManager,
-    devices: Arc<Mutex<AllocatedDevices>>,
+    devices: Arc<Mutex<PodDevices>>,
     container_configs: Arc<Mutex<ContainerConfigs>>,
 }
 

@@ -130,7 +130,7 @@ fn a_claim_that_its_pod_has_taken_costs_other_pods_nothing() {
 }
 
 #[test]
-fn a_claim_that_is_given_to_another_owner_is_looked_for_anew() {
+fn a_claim_with_a_new_owner_is_looked_up_again() {
     let now = Moment::default();
     let (mut state, _) = started(Vec::new(), vec![context("pod"), context("second")], now);
     let generated = |version: &str, owners: &Value| {

@@ -53,7 +53,7 @@ fn only_read(commands: &[Command]) -> CallId {
 }
 
 #[test]
-fn the_claim_announces_the_pod_and_its_context_need_not_read_it() {
+fn a_pod_read_for_its_claim_is_not_read_for_its_context() {
     let (mut state, now) = ready();
     let commands = apply(&mut state, Event::Claim(claim("2")), now);
     let read = Answer::PodRead(Ok(Some(pod("pod", &["device"]))));
@@ -164,7 +164,7 @@ fn no_pod_is_read_for_claims_that_need_no_allocation() {
 }
 
 #[test]
-fn what_was_read_for_a_claim_that_is_gone_is_forgotten() {
+fn a_pod_read_for_a_deleted_claim_is_forgotten() {
     let (mut state, now) = ready();
     let commands = apply(&mut state, Event::Claim(claim("2")), now);
     let read = Answer::PodRead(Ok(Some(pod("pod", &["device"]))));

@@ -58,7 +58,7 @@ fn the_reasons_of_events_are_those_of_the_documentation() {
 }
 
 #[test]
-fn why_a_companion_refuses_is_documented() {
+fn reasons_of_refused_claims_are_documented() {
     let found = scan::refusal_reasons();
     assert!(found.len() > 10, "{found:?}");
     let wrong = differences(&words(&list("reference/metrics.md", "refusals")), &found);

@@ -83,7 +83,7 @@ fn role(kind: &str, name: &str) -> anyhow::Result<Rights> {
 }
 
 #[tokio::test]
-async fn each_account_may_do_exactly_what_its_role_grants() -> anyhow::Result<()> {
+async fn each_account_has_exactly_the_rights_of_its_role() -> anyhow::Result<()> {
     let setup = ChartSetup::prepare(Cluster::builder().service_accounts().start().await?).await?;
     let arguments = [
         "--set=crds.upgrade=false",

@@ -136,7 +136,7 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
 
 /// A mount of kubelet's volume directory without propagation would keep volumes of deleted pods mounted.
 #[test]
-fn what_is_unmounted_on_the_node_is_unmounted_in_the_companion() {
+fn an_unmount_on_the_node_reaches_the_companion() {
     for (arguments, name) in [
         (
             &[
@@ -277,7 +277,7 @@ fn the_image_is_named_by_digest_or_by_tag() {
 }
 
 #[test]
-fn port_0_is_nowhere_and_other_ports_are_consistent() {
+fn port_0_is_omitted_and_other_ports_are_consistent() {
     for (component, kind) in [("controller", "Deployment"), ("node", "DaemonSet")] {
         let with = |metrics: u16, health: u16| {
             render(
@@ -339,7 +339,7 @@ fn port_0_is_nowhere_and_other_ports_are_consistent() {
 
 /// YAML reads some words as booleans or numbers.
 #[test]
-fn a_name_that_yaml_would_take_for_something_else_stays_a_name() {
+fn a_name_that_yaml_could_misread_stays_a_name() {
     let rendered = render(
         None,
         &[

@@ -217,7 +217,7 @@ fn the_whole_recipe_run_again_makes_the_same_image() {
 
 /// The tests have no container engine, so this compares the Containerfile with the script.
 #[test]
-fn the_containerfile_builds_what_the_script_builds() {
+fn the_containerfile_and_the_script_build_the_same_image() {
     let file = std::fs::read_to_string(repository("Containerfile")).expect("a file");
     let last = file.split("\nFROM ").last().expect("the last stage");
     let lines: Vec<&str> = last.lines().collect();
@@ -278,7 +278,7 @@ fn a_release_must_not_contain_the_path_of_its_build() {
 }
 
 #[test]
-fn another_architecture_names_what_is_missing_for_it() {
+fn another_architecture_names_its_missing_tools() {
     let output = tempfile::tempdir().expect("a directory");
     let (other, variable, named) = if architecture() == "amd64" {
         (

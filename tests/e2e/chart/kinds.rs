@@ -214,7 +214,7 @@ fn a_shared_preset_serves_both_apis_with_one_share_only() {
 
 /// Errors that only the program detects; docs/operator/troubleshoot.md describes how operators see them.
 #[test]
-fn what_only_the_program_can_tell_passes_the_chart() {
+fn errors_that_only_the_program_detects_pass_the_chart() {
     let directory = tempfile::tempdir().expect("a directory");
     for (kind, word) in [
         (

@@ -141,8 +141,7 @@ async fn inspect_with_the_tool(setup: &ChartSetup) -> anyhow::Result<()> {
     let message = ask(&["who", "drayman-test-1"]).await?;
     println!("{message}");
     ensure!(
-        message.contains("NotForClaims")
-            && message.contains("Held by:  not by a claim; a container may have it"),
+        message.contains("NotForClaims") && message.contains("Held by:  no claim; possibly a container"),
         "{message}"
     );
     let message = ask(&["who", "drayman-test-0"]).await?;

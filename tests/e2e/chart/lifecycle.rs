@@ -268,7 +268,7 @@ async fn ask_in_the_companion_s_pod(setup: &ChartSetup) -> anyhow::Result<()> {
 async fn ask_the_doctor(setup: &ChartSetup) -> anyhow::Result<()> {
     let message = setup.doctor().await?;
     for account in ["drayman-controller", "drayman-node"] {
-        let fine = format!("system:serviceaccount:drayman:{account} may do what the");
+        let fine = format!("system:serviceaccount:drayman:{account} has all permissions that the");
         ensure!(message.contains(&fine), "{account}: {message}");
     }
     Ok(())

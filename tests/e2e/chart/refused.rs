@@ -22,7 +22,7 @@ const REFUSED: &str = r#"
 --set=controller.replicas=2 --set=controller.leaderElection.enabled=false
     controller.replicas is 2 without controller.leaderElection.enabled ... controller.replicas=1
 KIND --set=controller.enabled=false --set=classes[0].name=a --set=classes[0].kind=a
-    nobody would allocate their claims ... enable the controller
+    no controller allocates their claims ... enable the controller
 KIND --set=controller.enabled=false
     The kind a has the mode claims, but controller.enabled is false ... enable the controller
 --set=controller.enabled=false --set-json=deviceKinds=[{"name":"a","mode":"extended-resource","resourceName":"example.com/x","paths":["/dev/a"]},{"name":"b","mode":"both","resourceName":"example.com/y","paths":["/dev/b"]}]
@@ -30,9 +30,9 @@ KIND --set=controller.enabled=false
 --set=controller.enabled=false --set=tests.className=a
     tests.className is set, but controller.enabled is false ... remove tests.className
 --set=node.serviceAccount.create=false
-    node.serviceAccount.create is false and node.serviceAccount.name is empty ... say whose rights
+    node.serviceAccount.create is false and node.serviceAccount.name is empty ... set the name of the account
 --set=controller.serviceAccount.create=false
-    controller.serviceAccount.create is false ... say whose rights
+    controller.serviceAccount.create is false ... set the name of the account
 --set=controller.serviceAccount.name=x --set=node.serviceAccount.name=x
     would give every node the rights of the controller ... give each its own
 KIND --set=deviceKinds[1].name=a --set=deviceKinds[1].paths[0]=/dev/b
@@ -50,7 +50,7 @@ KIND --set=classes[0].name=c --set=classes[0].kind=b
 --set=monitoring.authentication.enabled=true
     monitoring.authentication.secretName is empty ... name a Secret
 --set=monitoring.prometheusRule.enabled=true --set=monitoring.service=false
-    an alert knows a companion that is away by its Service ... enable the Service
+    alerts detect an absent companion by its Service ... enable the Service
 --set=monitoring.serviceMonitor.enabled=true --set=controller.metricsPort=0 --set=node.metricsPort=0
     no component has a metricsPort ... give it one
 --set=controller.driverCallTimeout=99ms
@@ -65,6 +65,10 @@ KIND --set=node.enabled=false
     deviceKinds are set, but node.enabled is false ... enable the node companion
 --set=node.enabled=false --set=admissionPolicy.enabled=always
     admissionPolicy.enabled is always, but node.enabled is false ... set it to auto
+--set=controller.env[0].name=TZ
+    controller.env has another name now ... set controller.extraEnv
+--set=node.env[0].name=TZ
+    node.env has another name now ... set node.extraEnv
 --set=node.extraEnv[0].name=DRAYMAN_CONFIG
     node.extraEnv has DRAYMAN_CONFIG, which the chart sets from deviceKinds ... remove it
 --set=controller.extraEnv[0].name=DRAYMAN_ORPHAN_GRACE_PERIOD
@@ -202,7 +206,7 @@ fn an_annotation_may_have_capitals_where_a_label_may_not() {
 }
 
 #[test]
-fn what_the_server_cannot_do_is_refused_if_it_is_demanded() {
+fn an_unsupported_version_of_kubernetes_is_refused() {
     // Without a cluster, Helm reports all API groups that it knows, so the version decides.
     let output = template(None, &["--kube-version", "1.26.0"]);
     let message = String::from_utf8_lossy(&output.stderr).into_owned();

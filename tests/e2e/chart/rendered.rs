@@ -236,7 +236,7 @@ fn alerts_select_series_of_their_release_only() {
 
 /// The API server accepts label selectors that match nothing.
 #[test]
-fn what_selects_pods_selects_those_of_its_component() {
+fn every_pod_selector_matches_its_own_component() {
     for (variant, mode) in &variants_and_modes() {
         let rendered = render(Some(variant), mode);
         let labels = |owner: &Value| -> Value { owner["spec"]["selector"]["matchLabels"].clone() };

@@ -88,7 +88,7 @@ fn the_companion_writes_events_in_the_namespace_of_nodes_only() {
 
 /// `drayman doctor` checks these rights.
 #[test]
-fn the_doctor_knows_what_the_roles_allow() {
+fn the_doctor_knows_the_rights_of_the_roles() {
     use drayman::cli::diagnose::rights::{Component, LeaseName, needed};
     let installed = of_mode_both();
     let lease = LeaseName {
@@ -171,7 +171,7 @@ fn no_role_has_wildcards_secrets_or_users_own_objects() {
 
 /// Every service account is in that group too, so any compromised container can read as much.
 #[test]
-fn everybody_reads_classes_and_their_parameters_at_most() {
+fn authenticated_users_read_only_classes_and_parameters() {
     let to_everybody = |rendered: &[Value]| -> Vec<String> {
         let bindings = rendered.iter().filter(|object| {
             ["ClusterRoleBinding", "RoleBinding"].contains(&object["kind"].as_str().unwrap_or_default())

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::ensure;
 use drayman::core::allocation::inventory::{Attribute, AttributeSet, Match};
-use drayman::host::selectors::{Compiled, Environment, STACK};
+use drayman::host::selectors::{CelEnvironment, Compiled, STACK};
 use k8s_openapi::api::resource::v1::{ResourcePool, ResourceSlice, ResourceSliceSpec};
 use kube::api::{Api, DeleteParams, ListParams, ObjectMeta, PostParams};
 use serde_json::{Value, json};
@@ -157,7 +157,7 @@ fn a_device_class_matches_its_driver_and_kind_only() {
         };
         let matched = |driver: &str, attributes: &AttributeSet| {
             matches!(
-                compiled.evaluate(&Environment::new(driver), attributes),
+                compiled.evaluate(&CelEnvironment::new(driver), attributes),
                 Match::Yes
             )
         };
@@ -166,7 +166,7 @@ fn a_device_class_matches_its_driver_and_kind_only() {
         assert!(!matched("other.example.com", &attributes("test")));
         // A device of another driver lacks the attribute; the expression must not fail on it.
         let none = AttributeSet::from_iter([]);
-        let other = compiled.evaluate(&Environment::new("other.example.com"), &none);
+        let other = compiled.evaluate(&CelEnvironment::new("other.example.com"), &none);
         assert!(matches!(other, Match::No), "{other:?}");
     });
     evaluated.expect("a thread").join().expect("no panic");
@@ -177,6 +177,7 @@ fn the_companion_reads_claims_and_writes_slices() {
     let expected: BTreeSet<String> = [
         "get nodes. []",
         "get resourceclaims.resource.k8s.io []",
+        "list resourceclaims.resource.k8s.io []",
         "get resourceslices.resource.k8s.io []",
         "list resourceslices.resource.k8s.io []",
         "watch resourceslices.resource.k8s.io []",
@@ -292,7 +293,7 @@ fn the_policy_covers_every_write_of_a_slice() {
 }
 
 #[test]
-fn an_update_surges_only_if_an_operator_says_so() {
+fn an_update_surges_only_if_configured() {
     let strategy = |more: &[&str]| {
         let rendered = structured("ci/one-kind-values.yaml", more);
         object(&rendered, "DaemonSet", "drayman-node")["spec"]["updateStrategy"].clone()

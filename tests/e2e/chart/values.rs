@@ -191,7 +191,7 @@ fn a_value_of_another_type_is_refused_by_name() {
 }
 
 #[test]
-fn an_unknown_value_is_refused_wherever_it_stands() {
+fn an_unknown_value_is_refused_at_any_depth() {
     let root = schema();
     let known = described(&root);
     let mut values = json!({});

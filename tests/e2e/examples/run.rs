@@ -31,7 +31,7 @@ fn the_vendors_companion_asks_for_the_name_of_its_node() {
 }
 
 #[tokio::test]
-async fn every_example_does_what_its_readme_says() -> anyhow::Result<()> {
+async fn every_example_matches_its_readme() -> anyhow::Result<()> {
     // A single folder, for authors.
     let only = std::env::var("DRAYMAN_TEST_EXAMPLE").ok();
     let folders: Vec<Folder> = folders()?
@@ -47,7 +47,7 @@ async fn every_example_does_what_its_readme_says() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn every_example_of_structured_mode_does_what_its_readme_says() -> anyhow::Result<()> {
+async fn every_example_of_structured_mode_matches_its_readme() -> anyhow::Result<()> {
     let cluster = Cluster::structured().nodes(2).start().await?;
     follow_all(Setup::structured(cluster).await?, &[structured_folder()?]).await
 }

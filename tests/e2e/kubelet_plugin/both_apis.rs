@@ -386,7 +386,7 @@ async fn a_device_of_a_container_keeps_its_holder_when_renamed() -> anyhow::Resu
     setup.make_limit_pod("plugged", RESOURCE).await?;
     setup.until_running("plugged").await?;
 
-    let held = "containers have devices under names that the configuration no longer gives them";
+    let held = "containers have devices under names that are no longer configured";
     setup.rewrite_configuration(0, &claims)?;
     companion.logged(held).await?;
     wait_for_inventory(&setup, DRIVER, 1, 1).await?;

@@ -92,7 +92,7 @@ async fn a_restart_of_containerd_costs_no_device() -> anyhow::Result<()> {
 
 /// The kind changes from mode `extended-resource` to `claims` while a pod holds a device by its limit.
 #[tokio::test]
-async fn an_upgrade_to_claims_withholds_what_limits_hold() -> anyhow::Result<()> {
+async fn an_upgrade_to_claims_withholds_devices_held_by_limits() -> anyhow::Result<()> {
     let setup = Setup::start(1).await?;
     let node = setup.cluster.node(0);
     make_devices(&setup).await?;
@@ -168,7 +168,7 @@ async fn until_refused(setup: &Setup, token: &str) -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn a_companion_goes_on_with_a_token_that_is_replaced() -> anyhow::Result<()> {
+async fn a_companion_continues_with_a_replaced_token() -> anyhow::Result<()> {
     // The client rereads the file after a minute. `faults` covers the controller with a fast clock.
     if std::env::var_os("DRAYMAN_TEST_AWAY_SECONDS").is_none() {
         not_run("it waits for minutes: make test-all runs it");

@@ -419,7 +419,7 @@ fn the_first_alternative_that_fits_is_taken() {
 }
 
 #[test]
-fn all_devices_means_all_that_are_free() {
+fn all_devices_must_be_free_to_be_allocated() {
     both("allocation-all", async |fixture| {
         fixture.devices(&numbered(&[("a", 1), ("b", 2)])).await?;
         let all = fixture.one(json!({ "allocationMode": "All" }));

@@ -151,7 +151,7 @@ fn an_unreadable_configuration_is_refused_for_any_kind() {
 }
 
 #[test]
-fn a_field_belongs_to_whoever_has_written_it_last() {
+fn the_last_writer_of_a_field_owns_it() {
     both("applying-owners", async |server| {
         let at = format!("{MAPS}/a");
         let as_manager = |name: &str, more: &str| format!("{at}?fieldManager={name}{more}");
@@ -188,7 +188,7 @@ fn a_field_belongs_to_whoever_has_written_it_last() {
 }
 
 #[test]
-fn a_claim_s_fields_belong_to_those_who_write_them() {
+fn each_writer_owns_its_fields_of_a_claim() {
     both("applying-claims", async |server| {
         let claim = json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",

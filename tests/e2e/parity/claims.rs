@@ -110,7 +110,7 @@ fn an_allocation_is_one_write_of_the_status_and_stays_as_it_is() {
 }
 
 #[test]
-fn an_allocation_is_cleared_by_a_patch_that_tests_what_was_seen() {
+fn a_patch_with_a_test_clears_an_allocation() {
     both("claim-clearing", async |server| {
         let made = allocated(server, "c").await?;
         let clear = |uid: &str| {

@@ -111,7 +111,7 @@ fn a_dry_run_of_a_deletion_deletes_nothing() {
 }
 
 #[test]
-fn many_are_deleted_at_once_if_they_are_selected() {
+fn a_collection_is_deleted_by_selector() {
     both("deletion-many", async |server| {
         make(server, &["a", "b", "c", "d"]).await?;
         for query in [

@@ -92,7 +92,7 @@ fn a_watch_of_a_future_version_is_silent_and_a_list_times_out() {
 }
 
 #[test]
-fn a_watch_that_wants_bookmarks_gets_one_before_it_ends() {
+fn a_watch_with_bookmarks_gets_one_before_it_ends() {
     both("history-bookmarks", async |server| {
         let last = make(server, &["a"]).await?;
         let since = version(&last);

@@ -182,7 +182,7 @@ const SILENT: &str = "(not compared) ";
 const CRDS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/charts/drayman/crds");
 
 #[test]
-fn kubectl_applies_and_deletes_with_the_same_words() {
+fn kubectl_applies_and_deletes_with_the_same_output() {
     both(
         "kubectl-words",
         &[

@@ -71,7 +71,7 @@ fn a_write_from_an_older_version_is_a_conflict() {
 }
 
 #[test]
-fn a_deletion_may_ask_for_the_very_object() {
+fn a_deletion_may_have_preconditions() {
     both("object-deletion", async |server| {
         let made = server.create(MAPS, &map("a")).await?;
         let at = format!("{MAPS}/a");
@@ -175,7 +175,7 @@ fn a_lease_is_replaced_by_its_version_and_made_by_a_replacement() {
 }
 
 #[test]
-fn a_replacement_makes_events_and_nothing_else_besides() {
+fn a_replacement_creates_events_but_no_other_kind() {
     both("object-put", async |server| {
         for path in [MAPS, CLAIMS, "/api/v1/nodes", "/api/v1/namespaces"] {
             let body = json!({ "metadata": { "name": "made.by.put" } });

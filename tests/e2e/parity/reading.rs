@@ -70,7 +70,7 @@ fn a_list_comes_in_pages_of_one_version() {
 }
 
 #[test]
-fn a_watch_tells_what_has_happened_since_a_version() {
+fn a_watch_sends_the_events_since_a_version() {
     both("watch-since", async |server| {
         let last = make(server, &["a"]).await?;
         make(server, &["b"]).await?;
@@ -95,7 +95,7 @@ fn a_watch_tells_what_has_happened_since_a_version() {
 }
 
 #[test]
-fn a_watch_ends_when_it_was_asked_to() {
+fn a_watch_ends_after_its_timeout() {
     both("watch-end", async |server| {
         make(server, &["a"]).await?;
         server

@@ -8,7 +8,7 @@ use crate::parity::server::{
 };
 
 #[test]
-fn a_body_that_is_no_object_is_refused() {
+fn a_body_that_is_not_an_object_is_refused() {
     both("refused-bodies", async |server| {
         for (content_type, body) in [
             (JSON, "{"),
@@ -77,7 +77,7 @@ fn more_than_three_mebibytes_are_refused() {
 }
 
 #[test]
-fn what_is_too_large_is_refused_by_each_way_in() {
+fn each_method_refuses_an_object_that_is_too_large() {
     both("refused-large", async |server| {
         let large = |bytes: usize| json!({ "metadata": { "name": "a" }, "data": { "a": "x".repeat(bytes) } });
         server.create(MAPS, &large(1)).await?;
@@ -145,7 +145,7 @@ fn an_unknown_field_is_dropped_or_refused_as_requested() {
 }
 
 #[test]
-fn what_is_not_served_is_not_found() {
+fn an_unserved_path_is_not_found() {
     both("refused-paths", async |server| {
         for (method, path) in [
             ("GET", "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/unicorns"),

@@ -432,7 +432,7 @@ fn an_allocation_is_one_write_of_the_status_until_it_is_cleared() {
 }
 
 #[test]
-fn a_claim_that_is_deleted_keeps_its_allocation_until_its_finalizer_goes() {
+fn a_deleted_claim_stays_allocated_until_its_finalizer_goes() {
     both("v1-deletion", async |server| {
         let mut protected = claim("c", &exactly(&json!({})));
         protected["metadata"]["finalizers"] = json!(["resource.kubernetes.io/delete-protection"]);

@@ -49,7 +49,7 @@ fn pool(name: &str, generation: i64, count: i64) -> Value {
 }
 
 #[tokio::test]
-async fn the_commands_tell_who_has_what_and_who_waits_for_what() -> anyhow::Result<()> {
+async fn the_commands_show_devices_holders_and_waiting_pods() -> anyhow::Result<()> {
     let setup = start().await?;
     if setup
         .cluster

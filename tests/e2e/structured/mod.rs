@@ -3,6 +3,7 @@
 mod commands;
 mod device_metadata;
 mod fixture;
+mod health;
 mod lifecycle;
 mod metrics;
 mod requests;

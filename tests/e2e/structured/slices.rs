@@ -5,10 +5,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::api::resource::v1::ResourceSlice;
-use kube::api::{Api, DeleteParams, Patch, PatchParams};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
 use kube::runtime::conditions::is_deleted;
 use serde_json::json;
+use tokio::time::timeout;
 
 use super::fixture::{
     CONFIGURATION, Slices, devices_of, make_pod_with_claim, names, offered, one_device, print_times, start,
@@ -188,7 +190,7 @@ async fn a_pod_waits_for_an_unhealthy_device() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn an_unhealthy_device_evicts_its_pod_if_the_operator_says_so() -> anyhow::Result<()> {
+async fn an_unhealthy_device_evicts_its_pod_if_configured() -> anyhow::Result<()> {
     let configuration = CONFIGURATION.to_owned() + "  health: {taintEffect: NoExecute}\n";
     let (setup, companion) = start(&configuration, &DEVICES).await?;
     if setup.cluster.is_before(36, "device taints are off by default") {
@@ -204,5 +206,93 @@ async fn an_unhealthy_device_evicts_its_pod_if_the_operator_says_so() -> anyhow:
         .await?;
     make_pod_with_claim(&setup, "next", &one_device()).await?;
     assert_eq!(devices_of(&setup, "next").await?, names(&[1]));
+    setup.end([companion]).await
+}
+
+#[tokio::test]
+async fn a_webhook_that_prevents_slices_is_reported_on_the_node() -> anyhow::Result<()> {
+    let (setup, companion) = start(CONFIGURATION, &DEVICES[..1]).await?;
+    let node = setup.cluster.node(0);
+    let rules = json!([{
+        "apiGroups": ["resource.k8s.io"], "apiVersions": ["*"], "operations": ["CREATE", "UPDATE"], "resources": ["resourceslices"],
+    }]);
+    // Nothing listens at this port.
+    setup
+        .apply(&json!({
+            "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration", "metadata": { "name": "down" },
+            "webhooks": [{
+                "name": "down.example.com", "rules": rules, "failurePolicy": "Fail", "sideEffects": "None",
+                "admissionReviewVersions": ["v1"], "clientConfig": { "url": "https://127.0.0.1:1/" },
+            }],
+        }))
+        .await?;
+    let mut slices = Slices::watch(&setup);
+    let one = names(&[0]);
+    // The API server learns of the webhook through a watch.
+    let refused = async {
+        for number in 1.. {
+            let path = format!("/dev/drayman-test-{number}");
+            node.make_device(&path, 1, 7)?;
+            let all = names(&[0, number]);
+            let published = timeout(Duration::from_secs(3), slices.until_offered(&all));
+            if published.await.is_err() {
+                return Ok(number);
+            }
+            node.remove(&path)?;
+            let withdrawn = timeout(Duration::from_secs(3), slices.until_offered(&one)).await;
+            if withdrawn.is_err() {
+                node.make_device(&path, 1, 7)?;
+                return Ok(number);
+            }
+        }
+        anyhow::bail!("no number")
+    };
+    let number = refused.await?;
+    let uid = Api::<Node>::all(setup.cluster.client())
+        .get(node.name())
+        .await?
+        .metadata
+        .uid
+        .context("a uid")?;
+    let events = Api::<Event>::namespaced(setup.cluster.client(), "default");
+    let selector = format!("reason=ResourceSliceRejected,regarding.uid={uid}");
+    let events = events.list(&ListParams::default().fields(&selector)).await?.items;
+    let notes: Vec<&str> = events.iter().filter_map(|event| event.note.as_deref()).collect();
+    assert!(
+        notes.len() == 1 && notes[0].contains("down.example.com") && notes[0].contains("repair the webhook"),
+        "{notes:?}"
+    );
+    setup
+        .cluster
+        .kubectl(&["delete", "validatingwebhookconfiguration", "down"])
+        .await?;
+    slices.until_offered(&names(&[0, number])).await?;
+    setup.end([companion]).await
+}
+
+#[tokio::test]
+async fn the_slices_of_a_recreated_node_have_its_uid() -> anyhow::Result<()> {
+    let (setup, companion) = start(CONFIGURATION, &DEVICES).await?;
+    let node = setup.cluster.node(0);
+    let nodes = Api::<Node>::all(setup.cluster.client());
+    let uid = |node: Option<&Node>| node.and_then(|node| node.metadata.uid.clone());
+    let before = uid(Some(&nodes.get(node.name()).await?));
+    nodes.delete(node.name(), &DeleteParams::default()).await?;
+    // Kubelet creates the Node when it starts.
+    node.restart_kubelet().await?;
+    let is_new = |node: Option<&Node>| node.is_some() && uid(node) != before;
+    let recreated = setup.wait(nodes, node.name(), "recreated", is_new).await?;
+    let now = uid(recreated.as_ref());
+    let mut slices = Slices::watch(&setup);
+    let is_restored = |slices: &BTreeMap<String, ResourceSlice>| {
+        let owners = slices
+            .values()
+            .flat_map(|slice| slice.metadata.owner_references.iter().flatten());
+        let mut uids = owners.map(|owner| owner.uid.clone());
+        offered(slices).is_some_and(|devices| devices.len() == 2) && uids.all(|uid| Some(uid) == now)
+    };
+    slices.until("of the new Node", is_restored).await?;
+    make_pod_with_claim(&setup, "pod", &one_device()).await?;
+    assert_eq!(devices_of(&setup, "pod").await?.len(), 1);
     setup.end([companion]).await
 }

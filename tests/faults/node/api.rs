@@ -16,6 +16,7 @@ const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 const INVENTORIES: &str = "/apis/drayman.dev/v1alpha1/nodeinventories";
 
 const CLAIMS: &str = "/apis/resource.k8s.io/v1alpha2/resourceclaims";
+const V1_CLAIMS: &str = "/apis/resource.k8s.io/v1/resourceclaims";
 const NAMED_CLAIMS: &str = "/apis/resource.k8s.io/v1alpha2/namespaces/default/resourceclaims/";
 const NAMED_V1_CLAIMS: &str = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims/";
 
@@ -197,10 +198,11 @@ impl State {
                 });
                 (StatusCode::OK, Answer::Json(group))
             }
-            ("GET", CLAIMS) => {
+            ("GET", CLAIMS | V1_CLAIMS) => {
                 let items: Vec<&Value> = self.stored_claims.values().collect();
+                let version = if path == CLAIMS { "v1alpha2" } else { "v1" };
                 let list = json!({
-                    "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimList",
+                    "apiVersion": format!("resource.k8s.io/{version}"), "kind": "ResourceClaimList",
                     "metadata": {"resourceVersion": "1"}, "items": items
                 });
                 (StatusCode::OK, Answer::Json(list))

@@ -31,7 +31,7 @@ fn stored(uid: &str, devices: &[&str]) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn after_a_boot_files_return_and_unused_claims_give_way() {
+async fn a_boot_restores_files_and_unused_claims_can_be_replaced() {
     let Some(node) = Node::new() else { return };
     let process = Start::new().boot(&node, "boot-1").run(&node).await;
     let mut kubelet = node.kubelet().await;
@@ -133,7 +133,7 @@ async fn a_claim_known_only_by_a_file_name_withholds_all_devices() {
         .argument("--orphan-grace-period=100ms")
         .run(&node)
         .await;
-    process.logged("which devices the claim of uid").await;
+    process.logged("the devices that the claim of uid").await;
     // The lost checkpoint also recorded that the cluster serves claims. Kubelet cannot call before the API server has confirmed it.
     assert!(
         !std::fs::exists(node.dra_socket()).unwrap() || !process.log().contains("the DRA service is ready")

@@ -67,14 +67,17 @@ async fn invalid_claims_and_foreign_handles_are_refused() {
             },
             "name",
         ),
-        (with_handle(String::new()), "as drayman's controller wrote it"),
+        (
+            with_handle(String::new()),
+            "only drayman's controller may write it",
+        ),
         (
             with_handle("gpu-0,gpu-1: of another driver".into()),
-            "as drayman's controller wrote it",
+            "only drayman's controller may write it",
         ),
         (
             with_handle(format!("{{\"padding\":\"{}\"}}", "x".repeat(20_000))),
-            "as drayman's controller wrote it",
+            "only drayman's controller may write it",
         ),
         (with_handle(newer), "version 2"),
         (
@@ -90,7 +93,10 @@ async fn invalid_claims_and_foreign_handles_are_refused() {
             with_handle(handle(A, "n-1", &["test-0", "test-0"])),
             "named twice",
         ),
-        (with_handle(handle(A, "n-1", &[])), "no device is named"),
+        (
+            with_handle(handle(A, "n-1", &[])),
+            "the allocation names no device",
+        ),
     ] {
         let shown = format!("{hostile:?}").chars().take(300).collect::<String>();
         let refusal = kubelet.prepare_claim(hostile).await.unwrap_err();

@@ -128,7 +128,7 @@ async fn the_inventory_is_written_only_when_something_changes() {
 }
 
 #[tokio::test]
-async fn what_is_held_outlives_the_process() {
+async fn prepared_claims_outlive_the_process() {
     let Some(node) = Node::new() else { return };
     let process = node.start();
     node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
@@ -231,7 +231,7 @@ async fn an_inventory_deleted_with_its_node_returns_with_the_next() {
 }
 
 #[tokio::test]
-async fn a_companion_that_cannot_run_says_why_and_ends() {
+async fn a_companion_that_cannot_run_logs_the_reason_and_ends() {
     let Some(node) = Node::new() else { return };
     std::fs::write(node.path("node.yaml"), "kinds: 7\n").unwrap();
     let error = node.start().ended().await.unwrap_err();
@@ -289,7 +289,7 @@ async fn a_prepare_with_500_claims_held_loses_none() {
 
 #[tokio::test]
 #[ignore = "a measurement: run it with --ignored --nocapture in a release build"]
-async fn how_long_a_prepare_takes_with_all_that_makes_it_durable() {
+async fn the_duration_of_a_durable_prepare_is_measured() {
     let Some(node) = Node::new() else { return };
     let process = node.start();
     let mut kubelet = node.kubelet().await;

@@ -37,7 +37,7 @@ async fn until_unhealthy(node: &Node, device: &'static str, wanted: bool) -> Str
 }
 
 #[tokio::test]
-async fn what_neither_kubelet_nor_the_api_server_knows_is_free_again() {
+async fn a_claim_unknown_to_kubelet_and_api_server_is_freed() {
     let Some(node) = Node::new() else { return };
     node.kubelet_lists(&[]);
     let process = soon().run(&node).await;
@@ -127,7 +127,7 @@ async fn a_person_releases_forgotten_claims_and_listed_ones_by_force() {
     );
     assert!(kubelet.prepare(B, &["test-0"]).await.is_err());
     let (done, output) = node_command(&node, &["release", B]);
-    assert!(!done && output.contains("holds nothing"), "{output}");
+    assert!(!done && output.contains("holds no devices"), "{output}");
     let (done, output) = node_command(&node, &["release", "../../etc"]);
     assert!(!done && output.contains("not a UUID"), "{output}");
     let (done, output) = node_command(&node, &["release", "--force", A]);

@@ -222,7 +222,7 @@ async fn an_unhealthy_device_stays_with_its_claim() {
 }
 
 #[tokio::test]
-async fn a_file_that_changes_where_nobody_looks_is_read_at_sighup() {
+async fn sighup_reloads_a_file_whose_changes_cause_no_event() {
     let _alone = SIGHUP.lock().await;
     let Some(mut node) = Node::new() else { return };
     // A link to a file in another directory, whose changes cause no event.

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use super::api::State;
 use super::fixture::{Node, structured_claim};
 use super::process::{Process, Start, node_command};
 
@@ -112,7 +113,7 @@ async fn a_device_allocated_twice_stays_with_the_first_claim() {
 }
 
 #[tokio::test]
-async fn a_claim_that_cannot_be_meant_is_refused() {
+async fn a_claim_with_an_invalid_allocation_is_refused() {
     let Some(node) = structured_node() else { return };
     let process = node.start();
     let mut kubelet = node.structured_kubelet().await;
@@ -239,7 +240,7 @@ async fn the_next_companion_of_an_update_has_all_claims() {
 }
 
 #[tokio::test]
-async fn a_boot_brings_cdi_files_back_and_frees_what_no_pod_uses() {
+async fn a_boot_restores_cdi_files_and_frees_unused_devices() {
     let Some(node) = structured_node() else { return };
     let process = Start::new().boot(&node, "boot-1").run(&node).await;
     let mut kubelet = node.structured_kubelet().await;
@@ -261,4 +262,123 @@ async fn a_boot_brings_cdi_files_back_and_frees_what_no_pod_uses() {
     kubelet.prepare("b", B).await.unwrap();
     assert!(!node.checkpoint().contains(A));
     assert!(process.stop().await.success());
+}
+
+fn with_short_grace() -> Start {
+    Start::new().argument("--orphan-grace-period=200ms")
+}
+
+#[tokio::test]
+async fn a_claim_unknown_to_kubelet_and_api_server_is_released() {
+    let Some(node) = structured_node() else { return };
+    node.kubelet_lists(&[]);
+    let process = with_short_grace().run(&node).await;
+    let mut kubelet = node.structured_kubelet().await;
+    node.allocate("a", A, &["test-0"]);
+    node.allocate("b", B, &["test-0"]);
+    kubelet.prepare("a", A).await.unwrap();
+    // Kubelet alone has forgotten it: the device stays withheld until the API server has forgotten it, too.
+    let instruction = format!("drayman node release {A}");
+    let is_reported = |state: &State| {
+        let mut notes = state.events.iter().filter_map(|event| event["note"].as_str());
+        notes.any(|note| note.contains(&instruction)).then_some(())
+    };
+    node.api.until(is_reported).await;
+    let error = kubelet.prepare("b", B).await.unwrap_err();
+    assert!(error.contains("held by claim default/a"), "{error}");
+    node.api.set(|state| {
+        state.stored_claims.remove("a");
+    });
+    process.logged("OrphanFreed").await;
+    kubelet.prepare("b", B).await.unwrap();
+    assert!(!node.checkpoint().contains(A));
+    assert!(process.stop().await.success());
+}
+
+#[tokio::test]
+async fn a_claim_of_a_lost_checkpoint_is_found_by_its_uid() {
+    let Some(node) = structured_node() else { return };
+    let process = Start::new().run(&node).await;
+    let mut kubelet = node.structured_kubelet().await;
+    node.allocate("a", A, &["test-0"]);
+    node.allocate("b", B, &["test-0"]);
+    kubelet.prepare("a", A).await.unwrap();
+    process.kill();
+    // Only the CDI file is left, which has the uid alone.
+    std::fs::remove_dir_all(node.path("kubelet/plugins")).unwrap();
+    node.kubelet_lists(&[]);
+    let lists = |node: &Node| {
+        let mut lists = 0;
+        node.api.set(|state| {
+            let requests = state.requests.iter();
+            lists = requests
+                .filter(|request| request.ends_with("/v1/resourceclaims"))
+                .count();
+        });
+        lists
+    };
+    let process = with_short_grace().run(&node).await;
+    let mut kubelet = node.structured_kubelet().await;
+    node.api.until(|state| state.events.first().cloned()).await;
+    assert!(lists(&node) > 0);
+    let error = kubelet.prepare("b", B).await.unwrap_err();
+    assert!(error.contains(A), "{error}");
+    kubelet.unprepare("a", A).await.unwrap();
+    kubelet.prepare("b", B).await.unwrap();
+    assert!(process.stop().await.success());
+}
+
+#[tokio::test]
+async fn an_upgrade_of_the_api_server_changes_the_mode() {
+    let Some(node) = Node::new() else { return };
+    let process = node.start();
+    node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
+    process.kill();
+    node.api.set(|state| {
+        state.structured = true;
+        state.requests.clear();
+    });
+    let process = node.start();
+    // Other API servers may still be the old ones: kubelet is served as before.
+    node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
+    for answers in 1..=3 {
+        let is_asked = |state: &State| {
+            let requests = state.requests.iter();
+            let asked = requests.filter(|request| request.ends_with("/apis/resource.k8s.io"));
+            (asked.count() >= answers).then_some(())
+        };
+        node.api.until(is_asked).await;
+    }
+    node.api
+        .until(|state| (!state.slices.is_empty()).then_some(()))
+        .await;
+    node.allocate("b", B, &["test-1"]);
+    let start = Instant::now();
+    // The endpoint changes meanwhile.
+    loop {
+        let mut kubelet = node.structured_kubelet().await;
+        match kubelet.prepare("b", B).await {
+            Ok(ids) => break assert_eq!(ids, [id(B, "test-1")]),
+            Err(error) => assert!(start.elapsed() < Duration::from_secs(10), "{error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let mut kubelet = node.structured_kubelet().await;
+    kubelet.unprepare("claim", A).await.unwrap();
+    assert!(!node.checkpoint().contains(A));
+    // The devices are published as slices alone.
+    node.api.set(|state| state.requests.clear());
+    node.device("test-9", 9);
+    let is_published = |state: &State| {
+        let mut slices = state.slices.values();
+        slices
+            .any(|slice| slice.to_string().contains("test-9"))
+            .then_some(())
+    };
+    node.api.until(is_published).await;
+    node.api.set(|state| {
+        let mut requests = state.requests.iter();
+        assert!(!requests.any(|request| request.contains("nodeinventories")));
+    });
+    process.stop().await.unwrap();
 }

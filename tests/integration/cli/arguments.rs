@@ -82,7 +82,7 @@ fn a_wrong_variable_is_refused_and_a_flag_wins_over_it() {
 }
 
 #[test]
-fn the_file_of_a_companions_pod_is_no_conflict() {
+fn discover_ignores_the_configuration_variable_of_a_pod() {
     let empty = tempfile::tempdir().expect("a directory");
     let root = empty.path().to_str().expect("UTF-8");
     for instead in [&["--propose"][..], &["--preset", "kvm"]] {

@@ -75,7 +75,7 @@ fn a_server_without_classic_dra_is_reported_with_a_fix() {
 }
 
 #[test]
-fn a_command_without_an_api_server_says_how_to_give_one() {
+fn a_command_without_an_api_server_names_the_flags() {
     for command in ["devices", "doctor", "leftovers"] {
         assert_refused(&mut drayman_with(&[command]), &["--kubeconfig", "KUBECONFIG"]);
     }
@@ -183,7 +183,7 @@ fn the_help_of_the_kubectl_plugin_names_kubectl() {
 }
 
 #[test]
-fn kubectl_is_told_what_could_stand_where_tab_is_pressed() {
+fn kubectl_completes_the_arguments_of_the_plugin() {
     let directory = tempfile::tempdir().expect("a directory");
     let program = directory.path().join("kubectl_complete-drayman");
     symlink(env!("CARGO_BIN_EXE_drayman"), &program).expect("a link");
@@ -374,7 +374,7 @@ fn doctor_asks_the_container_runtime_for_its_cdi_settings() {
             "cri-o",
             "1.30.1",
             r#"{"sandboxImage":"pause"}"#,
-            "note     cdi: cri-o 1.30.1 does not tell",
+            "note     cdi: cri-o 1.30.1 does not report",
         ),
     ] {
         let (_, answer) = this_node(Some(Runtime(name, version, configuration)));

@@ -79,7 +79,7 @@ fn unfinished(address: SocketAddr) -> TcpStream {
 }
 
 #[test]
-fn unfinished_requests_neither_silence_it_nor_fill_memory() {
+fn unfinished_requests_neither_block_others_nor_fill_memory() {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     setrlimit(Resource::Nofile, limit).expect("more files");

@@ -34,7 +34,7 @@ fn assert_refused(file: &Path, parts: &[&str]) {
 }
 
 #[test]
-fn a_file_that_is_no_kubeconfig_is_refused_by_name() {
+fn an_invalid_kubeconfig_is_refused_by_name() {
     let directory = tempfile::tempdir().expect("a directory");
     let file = directory.path().join("file");
     let path = file.to_str().expect("UTF-8");

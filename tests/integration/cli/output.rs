@@ -68,7 +68,7 @@ fn both_forms_of_version_print_the_package_version_first() {
 }
 
 #[test]
-fn crds_prints_what_the_crds_directory_holds() {
+fn crds_prints_the_files_of_the_crds_directory() {
     let directory = tempfile::tempdir().expect("a directory");
     let target = directory.path().join("new/nested/directory");
     let written = drayman()

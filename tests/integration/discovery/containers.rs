@@ -57,7 +57,7 @@ async fn nodes_with_one_key_are_one_device_with_shared_nodes() {
 }
 
 #[tokio::test]
-async fn a_group_without_what_it_needs_is_told_with_what_is_missing() {
+async fn an_incomplete_group_is_reported_with_its_missing_node() {
     let Some(host) = cameras() else { return };
     let found = host
         .survey("- {name: camera, groups: [{required: [\"/dev/video{key}\", \"/dev/media{key}\"]}]}")
@@ -86,7 +86,7 @@ async fn a_list_without_a_key_is_one_device_without_directories() {
 }
 
 #[tokio::test]
-async fn links_of_all_sorts_lead_to_a_device_or_to_a_word() {
+async fn every_link_leads_to_a_device_or_an_explanation() {
     let Some(host) = cameras() else { return };
     host.link("serial/by-id/loop-a", "loop-b");
     host.link("serial/by-id/loop-b", "loop-a");
@@ -113,7 +113,7 @@ async fn links_of_all_sorts_lead_to_a_device_or_to_a_word() {
 }
 
 #[tokio::test]
-async fn a_thousand_devices_are_told_with_what_there_is_room_for() {
+async fn devices_above_the_limit_of_1024_are_reported() {
     let Some(host) = Host::new() else { return };
     for number in 0..1100 {
         host.character(&format!("port-{number}"), 240, number);
@@ -125,7 +125,7 @@ async fn a_thousand_devices_are_told_with_what_there_is_room_for() {
             .0
             .candidates
             .iter()
-            .any(|one| one.why.contains("1024 devices already"))
+            .any(|one| one.why.contains("already has 1024 devices"))
     );
     let discovery = crate::discovery::host::RunningDiscovery::start(
         host.configuration("- {name: port, paths: [\"/dev/port-*\"]}"),

@@ -63,10 +63,7 @@ async fn a_sysfs_value_decides_the_health_of_a_device() {
     let devices = discovery
         .until("it is unhealthy", |devices| cause(devices, &name).is_some())
         .await;
-    assert_eq!(
-        cause(&devices, &name).unwrap(),
-        "authorized is \"0\", and should be 1"
-    );
+    assert_eq!(cause(&devices, &name).unwrap(), "authorized is \"0\", expected 1");
     // Before the change, so that no pause of this process shortens the time.
     let began = std::time::Instant::now();
     host.write_sysfs(&format!("{device}/authorized"), "1");

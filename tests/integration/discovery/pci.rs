@@ -44,7 +44,7 @@ async fn an_iommu_group_is_one_device_with_the_nodes_its_user_opens() {
         "/dev/vfio/73"
     );
     assert!(
-        found.why("65:00.1").contains("0000:65:00.0 stands for"),
+        found.why("65:00.1").contains("0000:65:00.0 represents"),
         "{}",
         found.why("65:00.1")
     );

@@ -107,7 +107,7 @@ async fn a_composite_device_has_the_nodes_of_all_interfaces() {
 }
 
 #[tokio::test]
-async fn hubs_and_what_is_plugged_into_them_are_different_devices() {
+async fn a_hub_and_a_device_plugged_into_it_are_two_devices() {
     let Some(host) = Host::with(DESKTOP) else { return };
     let kind = |hubs: &str| {
         format!("- {{name: any, usb: {{match: [{{port: 1-1}}, {{vendor: 1d6b}}], hubs: {hubs}}}}}")
@@ -128,7 +128,7 @@ async fn hubs_and_what_is_plugged_into_them_are_different_devices() {
 }
 
 #[tokio::test]
-async fn a_device_without_the_wanted_nodes_is_reported_with_its_own() {
+async fn a_device_without_the_requested_nodes_lists_its_own() {
     let Some(host) = Host::with(DESKTOP) else { return };
     let found = host
         .survey("- {name: serial, usb: {match: [{vendor: \"0403\"}], nodes: [hidraw]}}")
@@ -151,7 +151,7 @@ async fn a_device_without_the_wanted_nodes_is_reported_with_its_own() {
 }
 
 #[tokio::test]
-async fn names_survive_a_boot_that_numbers_everything_anew() {
+async fn names_survive_a_boot_that_renumbers_everything() {
     let (Some(before), Some(after)) = (Host::with(DESKTOP), Host::with(RENUMBERED)) else {
         return;
     };
@@ -176,7 +176,7 @@ async fn names_survive_a_boot_that_numbers_everything_anew() {
 }
 
 #[tokio::test]
-async fn identical_devices_are_refused_or_told_apart_by_ports() {
+async fn identical_devices_are_refused_or_distinguished_by_port() {
     let Some(host) = Host::with(DESKTOP) else { return };
     host.plug(
         "/devices/pci0000:00/0000:00:14.0/usb1/1-5 subsystem=usb idVendor=0403 idProduct=6001 serial=A50285BI node=c189:8:bus/usb/001/009
@@ -250,7 +250,7 @@ async fn the_first_of_two_matching_kinds_gets_the_device() {
 }
 
 #[tokio::test]
-async fn a_node_that_is_not_what_sysfs_says_is_not_handed_out() {
+async fn a_node_that_differs_from_sysfs_is_refused() {
     let Some(host) = Host::with(DESKTOP) else { return };
     host.character("ttyUSB0", 188, 77);
     let found = host
@@ -264,7 +264,7 @@ async fn a_node_that_is_not_what_sysfs_says_is_not_handed_out() {
 }
 
 #[tokio::test]
-async fn junk_in_sysfs_is_no_device_and_no_panic() {
+async fn invalid_sysfs_entries_are_skipped_without_a_panic() {
     let Some(host) = Host::with(DESKTOP) else { return };
     host.plug(
         "/devices/junk/9-1 subsystem=usb idVendor=zzzz idProduct=6001

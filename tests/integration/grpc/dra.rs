@@ -144,7 +144,7 @@ async fn a_thousand_calls_on_one_connection_keep_their_headers() {
 }
 
 #[tokio::test]
-async fn what_kubelet_1_30_may_ask_beyond_claims_is_unimplemented() {
+async fn other_methods_of_kubelet_1_30_are_unimplemented() {
     let dra = DraEndpoint::open().await;
     let mut kubelet = RawClient::connect(&dra.service()).await;
     for path in [
@@ -234,7 +234,7 @@ async fn each_claim_has_its_own_outcome() {
     }
     let structured = dra_v1alpha2::NodePrepareResourceRequest {
         claim_uid: "uid-old".into(),
-        structured_resource_handle: Some(Default::default()),
+        structured_resource_handle: Some(dra_v1alpha2::StructuredResourceHandle::default()),
         ..Default::default()
     };
     old.node_prepare_resource(structured).await.unwrap();

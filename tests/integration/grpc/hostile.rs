@@ -84,11 +84,15 @@ async fn an_invalid_message_is_refused_and_the_connection_lives() {
     let list = |list: Vec<Claim>| claims(list).encode_to_vec();
     for (body, status, text) in [
         (list(vec![claim("")]), "3", "has no uid"),
-        (list(vec![claim("u"), claim("v"), claim("u")]), "3", "comes twice"),
+        (
+            list(vec![claim("u"), claim("v"), claim("u")]),
+            "3",
+            "is listed twice",
+        ),
         (
             list(vec![claim("u".repeat(20_000)), claim("u".repeat(20_000))]),
             "3",
-            "uuu%22... comes twice",
+            "uuu%22... is listed twice",
         ),
         (b"\x0a\x02\x12\xff".to_vec(), "13", ""),
         (b"\x0a\x03\x12\x01\xff".to_vec(), "13", ""),
@@ -360,7 +364,7 @@ fn the_connection_of_another_user() {
 }
 
 #[tokio::test]
-async fn another_user_is_refused_even_if_the_mode_would_let_him_in() {
+async fn another_user_is_refused_even_if_the_mode_permits_access() {
     if !is_root() {
         return;
     }

@@ -112,7 +112,7 @@ impl Drop for RunningKubelet {
 }
 
 #[tokio::test]
-async fn what_kubelet_lists_is_read_again_after_it_was_away() {
+async fn the_list_of_a_restarted_kubelet_is_read() {
     let directory = tempfile::tempdir().unwrap();
     let paths = paths(&directory);
     let client = PodResourcesClient::new(&paths);

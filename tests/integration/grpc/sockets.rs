@@ -93,7 +93,7 @@ async fn a_shutdown_removes_sockets_although_a_call_hangs() {
 }
 
 #[tokio::test]
-async fn what_stands_in_the_way_is_named() {
+async fn a_refused_socket_names_the_cause() {
     let refused = async |driver: &str, root: std::path::PathBuf| {
         let paths = KubeletPaths {
             root_dir: root,

@@ -95,7 +95,7 @@ async fn the_same_driver_without_a_defect_conforms() {
 }
 
 #[tokio::test]
-async fn a_test_with_which_nothing_can_be_tried_says_so() {
+async fn an_invalid_setup_is_reported() {
     let error = conformance(|environment| TestDriver::new(&environment, None))
         .nodes(["unknown"])
         .run()

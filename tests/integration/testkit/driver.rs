@@ -89,7 +89,7 @@ impl TestDriver {
         let uid = request.uid();
         let devices = DEVICES - usize::from(self.breaks(Rule::SuitableIsAllocatable));
         if self.breaks(Rule::SurvivesSlowCall) && state.released.contains(uid) {
-            return Err(DriverError::invalid("GivenBack", "this claim was given back"));
+            return Err(DriverError::invalid("Deallocated", "this claim was deallocated"));
         }
         if self.breaks(Rule::SurvivesCrash)
             && !state.held.contains_key(uid)
@@ -282,7 +282,10 @@ impl Driver for TestDriver {
             return Err(DriverError::retry("NeverAllocated", "this claim holds nothing"));
         }
         if self.breaks(Rule::SurvivesFailedCall) && !state.released.insert(uid.to_owned()) {
-            return Err(DriverError::retry("GivenBackAlready", "it was given back before"));
+            return Err(DriverError::retry(
+                "AlreadyDeallocated",
+                "it was already deallocated",
+            ));
         }
         if self.breaks(Rule::LostAllocationIsReleased) && self.number > 0 {
             return Ok(());

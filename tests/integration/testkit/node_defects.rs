@@ -73,8 +73,8 @@ defects! {
     an_error_for_a_claim_that_is_prepared_is_found: PrepareIsIdempotent
     an_error_for_a_claim_that_is_not_prepared_is_found: UnprepareIsIdempotent
     an_unprepare_of_another_claim_is_found: UnprepareIsForOneClaim
-    a_failed_prepare_that_cannot_be_undone_is_found: FailedPrepareCanBeUndone
-    a_dropped_prepare_that_cannot_be_undone_is_found: DroppedPrepareCanBeUndone
+    a_failed_prepare_that_leaks_is_found: FailedPrepareCanBeRolledBack
+    a_dropped_prepare_that_leaks_is_found: DroppedPrepareCanBeRolledBack
     an_unprepare_that_leaks_is_found: NothingIsLeft
     a_call_that_does_not_return_is_found: ReturnsInTime
     a_panic_is_found: NoPanic

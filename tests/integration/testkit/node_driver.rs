@@ -140,12 +140,12 @@ impl NodeDriver for TestNodeDriver {
         }
         let mut all = ContainerEdits::default();
         for device in &claim.devices {
-            if self.breaks(Rule::FailedPrepareCanBeUndone) {
+            if self.breaks(Rule::FailedPrepareCanBeRolledBack) {
                 self.hold(device, claim)?;
             }
             all.extend(self.container_edits(device).await?);
             self.hold(device, claim)?;
-            if self.breaks(Rule::DroppedPrepareCanBeUndone) {
+            if self.breaks(Rule::DroppedPrepareCanBeRolledBack) {
                 let mark = self.directory.join("busy");
                 if mark.exists() {
                     return Err(failed(device, "it is busy".to_owned()));
@@ -175,7 +175,7 @@ impl NodeDriver for TestNodeDriver {
         if self.breaks(Rule::NothingIsLeft) {
             let _ = fs::write(self.file("another"), "");
         }
-        if self.breaks(Rule::FailedPrepareCanBeUndone) && claim.devices.len() > 1 {
+        if self.breaks(Rule::FailedPrepareCanBeRolledBack) && claim.devices.len() > 1 {
             return Ok(());
         }
         for device in &claim.devices {

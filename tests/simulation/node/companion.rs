@@ -16,7 +16,7 @@ use drayman::core::prepare::plan::{
 use drayman::core::prepare::prepared_claims::{ClaimEdits, Entry, PreparedClaims};
 use drayman::core::prepare::recovery::{
     initial_entries, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release, plan_restoring,
-    plan_restoring_one, plan_undo, unexplained,
+    plan_restoring_one, plan_roll_back, unexplained,
 };
 
 use super::disk::{Disk, Stop, driver_name};
@@ -142,7 +142,7 @@ impl Companion {
         };
         companion.clear(access, &files)?;
         for (uid, steps) in plan_restoring(&companion.prepared_claims) {
-            companion.execute_or_undo(access, &uid, &steps)?;
+            companion.execute_or_roll_back(access, &uid, &steps)?;
         }
         companion.try_execute(access, &[PlanStep::Save(Vec::new())])?;
         companion.rebuild_inventory(found);
@@ -167,7 +167,7 @@ impl Companion {
         self.rebuild_inventory(found);
         let found = devices(found, self.mode, self.structured);
         for (uid, steps) in plan_refresh(&self.prepared_claims, &before, &self.inventory, &found) {
-            self.execute_or_undo(access, &uid, &steps)?;
+            self.execute_or_roll_back(access, &uid, &steps)?;
         }
         Ok(())
     }
@@ -190,7 +190,7 @@ impl Companion {
         self.orphans.forget(&uid);
         if let Err(stop) = self.execute(access, &steps) {
             if stop == Stop::Failed {
-                self.undo(access, &uid)?;
+                self.roll_back(access, &uid)?;
             }
             return Err(stop.into());
         }
@@ -311,29 +311,29 @@ impl Companion {
         for missing in self.retries.due(self.now) {
             let Missing::OfClaim(uid) = &missing else { continue };
             match plan_restoring_one(&self.prepared_claims, uid) {
-                Some(steps) => self.execute_or_undo(access, uid, &steps)?,
+                Some(steps) => self.execute_or_roll_back(access, uid, &steps)?,
                 None => drop(self.retries.done(&missing)),
             }
         }
         Ok(())
     }
 
-    fn undo(&mut self, access: &mut NodeAccess<'_>, uid: &ClaimUid) -> Result<(), Stop> {
+    fn roll_back(&mut self, access: &mut NodeAccess<'_>, uid: &ClaimUid) -> Result<(), Stop> {
         if plan_restoring_one(&self.prepared_claims, uid).is_some() {
             self.retries.failed(Missing::OfClaim(uid.clone()), self.now);
         }
-        let steps = plan_undo(&self.prepared_claims, uid);
+        let steps = plan_roll_back(&self.prepared_claims, uid);
         self.try_execute(access, &steps)
     }
 
-    fn execute_or_undo(
+    fn execute_or_roll_back(
         &mut self,
         access: &mut NodeAccess<'_>,
         uid: &ClaimUid,
         steps: &[PlanStep],
     ) -> Result<(), Stop> {
         match self.execute(access, steps) {
-            Err(Stop::Failed) => self.undo(access, uid),
+            Err(Stop::Failed) => self.roll_back(access, uid),
             Err(Stop::Killed) => Err(Stop::Killed),
             Ok(()) => {
                 self.retries.done(&Missing::OfClaim(uid.clone()));

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
 use drayman::core::claims::ObjectKey;
 use drayman::core::prepare::containers::{PodContainer, ResourceSnapshot};
-use drayman::core::prepare::device_plugin::{End, Preference, preferred};
+use drayman::core::prepare::device_plugin::{Order, Preference, preferred};
 use drayman::core::prepare::plan::{Allocation, Refusal};
 
 use super::companion::{Companion, Failure};
@@ -326,7 +326,7 @@ impl Cluster {
             must_include: Vec::new(),
             size: wanted.count,
         };
-        let ids = preferred(&preference, &BTreeMap::new(), End::Back);
+        let ids = preferred(&preference, &BTreeMap::new(), Order::Descending);
         if ids.len() < wanted.count {
             self.fail_pod(name, key, pod);
             return true;

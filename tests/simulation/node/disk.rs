@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use drayman::api::cdi::Spec;
 use drayman::core::names::{ClaimUid, DriverName};
 use drayman::core::prepare::checkpoint::{Checkpoint, ClusterFacts};
-use drayman::core::prepare::plan::Records;
+use drayman::core::prepare::plan::Storage;
 use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
 
 use crate::driver::DRIVER;
@@ -225,7 +225,7 @@ impl Disk {
     }
 }
 
-impl Records for Disk {
+impl Storage for Disk {
     type Error = Stop;
 
     fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), Stop> {

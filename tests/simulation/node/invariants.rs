@@ -84,7 +84,7 @@ impl Cluster {
             }
             if let Some(uid) = node.driver_claims.iter().find(|uid| !next.contains_key(*uid)) {
                 broken = Some(format!(
-                    "N2: what the driver of {name} did for claim {uid} would never be undone"
+                    "N2: what the driver of {name} did for claim {uid} would never be reverted"
                 ));
             }
         }
@@ -330,7 +330,7 @@ impl Cluster {
             let (files, running) = (node.disk.cdi_names().len(), node.kubelet.running.len());
             if (prepared_claims, durable, files, running, node.driver_claims.len()) != (Some(0), 0, 0, 0, 0) {
                 left.push(format!(
-                    "{name}: {prepared_claims:?} entries, {durable} in the checkpoint, {files} files, {running} pods with containers, {:?} not undone",
+                    "{name}: {prepared_claims:?} entries, {durable} in the checkpoint, {files} files, {running} pods with containers, {:?} not reverted",
                     node.driver_claims
                 ));
             }

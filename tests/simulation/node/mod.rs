@@ -40,7 +40,7 @@ pub(crate) struct Node {
     disk: Disk,
     companion: Option<Companion>,
     kubelet: Kubelet,
-    /// Claims for which the driver has done work that is not undone.
+    /// Claims for which the driver has done work that is not reverted.
     driver_claims: BTreeSet<ClaimUid>,
     /// The time of the next orphan check.
     orphan_check_at: u64,

@@ -40,7 +40,7 @@ fn a_kill_between_finalizer_and_allocation_costs_only_time() {
 }
 
 #[test]
-fn a_kill_before_the_record_is_made_good_on_the_same_node() {
+fn a_kill_before_the_record_is_repaired_on_the_same_node() {
     let (mut cluster, uid) = killed_after(4);
     let held = unrecorded_node(&cluster).unwrap();
     cluster.pod_nodes.insert(uid, [held.clone()].into());
@@ -50,7 +50,7 @@ fn a_kill_before_the_record_is_made_good_on_the_same_node() {
 }
 
 #[test]
-fn a_held_claim_is_given_back_before_it_is_allocated_again() {
+fn a_held_claim_is_deallocated_before_a_new_allocation() {
     let (mut cluster, _) = killed_after(4);
     // The pod is read while the driver refuses to deallocate.
     cluster.fault_at(1, Fault::DriverRetry);
@@ -94,7 +94,7 @@ fn a_killed_controllers_devices_are_free_with_their_claim() {
 }
 
 #[test]
-fn a_slow_allocation_for_a_former_node_is_never_recorded() {
+fn a_slow_allocation_for_a_deselected_node_is_never_recorded() {
     let mut cluster = healthy_cluster(&[("node-a", 1), ("node-b", 1)]);
     // Read, evaluate, finalizer, allocate.
     cluster.fault_at(4, Fault::Slow);

@@ -82,7 +82,7 @@ fn a_pod_may_be_deleted_at_any_moment() {
 }
 
 #[test]
-fn a_pod_may_be_made_again_under_the_same_name_at_any_moment() {
+fn a_pod_may_be_recreated_at_any_moment() {
     at_every_step(|cluster| {
         cluster.store.remove_pod(&key("p"));
         cluster.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
@@ -90,7 +90,7 @@ fn a_pod_may_be_made_again_under_the_same_name_at_any_moment() {
 }
 
 #[test]
-fn a_claim_may_be_replaced_while_the_watch_is_away() {
+fn a_claim_may_be_replaced_while_the_watch_is_interrupted() {
     at_every_step(|cluster| {
         cluster.pause_watch(Kind::Claim);
         for key in claims_of(cluster, "p") {
@@ -116,7 +116,7 @@ fn a_claim_may_be_replaced_by_a_foreign_one_at_any_time() {
 }
 
 #[test]
-fn a_device_recorded_in_a_claim_that_is_gone_serves_the_next_pod() {
+fn a_device_of_a_removed_claim_serves_the_next_pod() {
     for variant in 0..20 {
         let mut cluster = healthy_cluster(&[("node-a", 1)]);
         cluster.rng = crate::rng::Rng::new(variant);
@@ -128,7 +128,7 @@ fn a_device_recorded_in_a_claim_that_is_gone_serves_the_next_pod() {
         cluster.run_until("the allocation is sent", |cluster| cluster.commands >= write);
         cluster.pause_watch(Kind::Claim);
         until_allocated(&mut cluster, "named");
-        // Meanwhile somebody removes the pod and the claim.
+        // Meanwhile a user removes the pod and the claim.
         cluster.store.remove_pod(&key("p"));
         remove_claim(&mut cluster, &key("named"));
         cluster.relist(Kind::Claim);
@@ -172,7 +172,7 @@ fn a_class_may_be_repointed_at_any_moment() {
 }
 
 #[test]
-fn a_class_may_be_deleted_at_any_moment_and_made_again() {
+fn a_class_may_be_recreated_at_any_moment() {
     at_every_step(|cluster| {
         cluster.store.delete_class("flip");
         cluster.run_for(20 * SECOND);
@@ -208,7 +208,7 @@ fn all_may_be_deleted_while_the_controller_is_down() {
 }
 
 #[test]
-fn somebody_may_put_a_finalizer_on_a_claim_at_any_moment() {
+fn a_claim_may_get_a_foreign_finalizer_at_any_moment() {
     at_every_step(|cluster| {
         for claim in claims_of(cluster, "p") {
             let _ = cluster.store.update_claim(&claim, None, Endpoint::Main, |claim| {

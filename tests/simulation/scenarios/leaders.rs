@@ -1,4 +1,4 @@
-//! Late writes of a former leader that was paused beyond its lease.
+//! Late writes of a previous leader that was paused beyond its lease.
 
 use drayman::api::resource::AllocationMode;
 
@@ -28,7 +28,7 @@ pub(super) fn conflicting() -> Cluster {
     });
     assert!(
         !is_allocated(&cluster, "younger"),
-        "the former leader is still paused"
+        "the previous leader is still paused"
     );
     cluster.command_log.clear();
     cluster
@@ -114,7 +114,7 @@ fn an_old_leaders_allocation_after_the_release_is_returned() {
     });
     assert!(
         cluster.late_allocations.is_empty(),
-        "the former leader is still paused"
+        "the previous leader is still paused"
     );
     until_late_write(&mut cluster);
     assert!(is_allocated(&cluster, "named"));

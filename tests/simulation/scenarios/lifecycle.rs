@@ -42,7 +42,7 @@ fn a_pod_with_one_claim_costs_three_writes_and_one_read() {
 }
 
 #[test]
-fn the_cost_does_not_depend_on_how_many_nodes_there_are() {
+fn the_cost_does_not_depend_on_the_number_of_nodes() {
     let names: Vec<String> = (0..128).map(|n| format!("node-{n:03}")).collect();
     let nodes: Vec<(&str, usize)> = names.iter().map(|name| (name.as_str(), 1)).collect();
     let mut cluster = healthy_cluster(&nodes);
@@ -146,7 +146,7 @@ fn a_class_that_comes_late_is_served_at_once() {
 }
 
 #[test]
-fn a_class_that_is_repointed_is_served_by_whom_it_names() {
+fn a_repointed_class_is_served_by_its_new_driver() {
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     cluster.set_class("flip", OTHER_DRIVER);
     bound_pod(&mut cluster, "holder");

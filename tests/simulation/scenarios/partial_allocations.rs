@@ -45,7 +45,7 @@ fn partially_allocated_pod(second: &str) -> Cluster {
 }
 
 #[test]
-fn a_partial_allocation_is_rolled_back_after_a_kill_if_not() {
+fn a_partial_allocation_is_rolled_back_if_no_device_is_free() {
     let mut cluster = partially_allocated_pod("gpu");
     cluster.run_for(30 * SECOND);
     assert_eq!((recorded(&cluster), rolled_back(&cluster)), (0, 1));
@@ -133,7 +133,7 @@ fn a_pod_is_evaluated_again_when_a_late_write_succeeds() {
     until_stopped(&mut cluster);
     // The other claim of the pod no longer fits on any node.
     cluster.set_devices("node-a", 1);
-    // The former leader records the claim that the next leader tries to release while the driver hangs.
+    // The previous leader records the claim that the next leader tries to release while the driver hangs.
     cluster.fault_at(1, Fault::DriverHungBefore);
     until_late_write(&mut cluster);
     cluster.run_for(120 * SECOND);

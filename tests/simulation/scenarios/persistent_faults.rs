@@ -293,7 +293,7 @@ fn bound_pod_of(cluster: &mut Cluster, name: &str) {
 }
 
 #[test]
-fn a_claim_is_given_back_when_no_allocation_can_come_late() {
+fn a_claim_is_deallocated_when_no_late_write_is_possible() {
     for variant in 0..20 {
         let mut cluster = healthy_cluster(&[("node-a", 1)]);
         cluster.rng = crate::rng::Rng::new(variant);

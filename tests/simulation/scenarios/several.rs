@@ -62,7 +62,7 @@ fn one_claim_named_twice_counts_once() {
 }
 
 #[test]
-fn a_shared_claim_serves_two_pods_and_goes_back_after_the_last() {
+fn a_shared_claim_is_deallocated_after_its_last_pod() {
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     cluster.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
     for pod in ["one", "two"] {
@@ -85,7 +85,7 @@ fn a_shared_claim_serves_two_pods_and_goes_back_after_the_last() {
 }
 
 #[test]
-fn a_claim_that_cannot_be_shared_goes_from_one_pod_to_the_next() {
+fn an_unshareable_claim_serves_one_pod_after_the_other() {
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     cluster.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
     for pod in ["one", "two"] {
@@ -250,7 +250,7 @@ fn a_recorded_claim_is_rolled_back_once_if_another_is_refused() {
 }
 
 #[test]
-fn a_claim_that_another_pod_shares_by_now_is_not_taken_back() {
+fn a_claim_shared_by_another_pod_is_not_rolled_back() {
     let mut cluster = healthy_cluster(&[("node-a", 2)]);
     cluster.refuse_allocations = Some("p-c1");
     cluster.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);

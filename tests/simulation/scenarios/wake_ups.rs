@@ -80,7 +80,7 @@ fn a_crowd_in_one_namespace_does_not_starve_another() {
 }
 
 #[test]
-fn a_woken_pod_that_cannot_run_blocks_nobody() {
+fn a_woken_pod_that_cannot_run_blocks_no_other_pod() {
     let mut cluster = healthy_cluster(&[("node-a", 1), ("node-b", 1)]);
     bound_pod(&mut cluster, "one");
     bound_pod(&mut cluster, "two");
@@ -117,7 +117,7 @@ fn a_pod_that_cannot_run_is_reported_again_after_minutes() {
 }
 
 #[test]
-fn what_becomes_free_while_the_driver_is_asked_is_not_missed() {
+fn a_device_freed_during_a_driver_call_is_not_missed() {
     for (slow, variant) in (1..=12).flat_map(|slow| (0..6).map(move |variant| (slow, variant))) {
         let mut cluster = healthy_cluster(&[("node-a", 1)]);
         bound_pod(&mut cluster, "holder");
@@ -134,7 +134,7 @@ fn what_becomes_free_while_the_driver_is_asked_is_not_missed() {
 }
 
 #[test]
-fn new_inventory_and_a_repaired_node_wake_those_who_wait() {
+fn a_new_inventory_or_a_repaired_node_wakes_waiting_pods() {
     let mut cluster = healthy_cluster(&[("node-a", 0)]);
     for index in 0..3 {
         cluster.create_pod(&key(&format!("p{index}")), &[Use::Template("gpu")], None);
@@ -257,7 +257,7 @@ fn refused_attempts(cluster: &mut Cluster) -> usize {
 }
 
 #[test]
-fn the_device_of_a_refused_allocation_wakes_not_the_immediate_claim_itself() {
+fn a_refused_allocation_does_not_wake_its_immediate_claim() {
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     cluster.refuse_allocations = Some("");
     cluster.create_claim(&key("named"), "gpu", AllocationMode::Immediate);
@@ -273,7 +273,7 @@ fn the_device_of_a_refused_allocation_wakes_not_the_immediate_claim_itself() {
 }
 
 #[test]
-fn the_device_of_a_refused_allocation_wakes_not_the_pod_itself() {
+fn a_refused_allocation_does_not_wake_its_own_pod() {
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     cluster.create_pod(&key("holder"), &[Use::Template("gpu")], None);
     until_bound(&mut cluster, "holder");
@@ -289,7 +289,7 @@ fn the_device_of_a_refused_allocation_wakes_not_the_pod_itself() {
 }
 
 #[test]
-fn a_pod_whose_allocation_is_refused_keeps_no_device_from_another() {
+fn a_pod_with_a_refused_allocation_blocks_no_other_pod() {
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     bound_pod(&mut cluster, "holder");
     cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);

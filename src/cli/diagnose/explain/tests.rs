@@ -83,7 +83,7 @@ fn a_claim_is_found_by_pod_status_annotation_and_old_name() {
 }
 
 #[test]
-fn a_claim_that_no_node_can_serve_tells_what_each_node_says() {
+fn an_unservable_claim_has_a_reason_for_each_node() {
     let explanation = step(
         &claim(&json!({})),
         Some(&class()),
@@ -110,7 +110,7 @@ fn a_servable_claim_waits_for_the_scheduler_or_is_in_progress() {
 }
 
 #[test]
-fn what_is_missing_or_not_ours_is_named() {
+fn missing_and_foreign_classes_are_named() {
     let claim = claim(&json!({}));
     assert_eq!(step(&claim, None, &[None], "").step, ClaimStep::ClassMissing);
     let mut other = class();
@@ -127,7 +127,7 @@ fn what_is_missing_or_not_ours_is_named() {
 }
 
 #[test]
-fn an_allocated_claim_tells_whom_it_is_for() {
+fn an_allocated_claim_waits_for_binding_or_reservation() {
     let reserved =
         json!({ "allocation": {}, "reservedFor": [{ "resource": "pods", "name": "till", "uid": "p" }] });
     let explanation = step(&claim(&reserved), Some(&class()), &[], "");
@@ -161,7 +161,7 @@ fn a_pod_that_has_ended_needs_no_claim() {
 }
 
 #[test]
-fn a_claim_that_goes_names_whoever_keeps_it() {
+fn a_deleted_claim_names_its_finalizers() {
     let mut claim = claim(&json!({}));
     claim.metadata.deletion_timestamp = Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(
         jiff::Timestamp::UNIX_EPOCH,
@@ -173,7 +173,7 @@ fn a_claim_that_goes_names_whoever_keeps_it() {
 }
 
 #[test]
-fn without_inventories_no_node_is_called_unable() {
+fn without_inventories_the_nodes_are_unknown() {
     let (pod, classic_pod): (PartialPod, Pod) = (pod(), pod());
     let (claim, class) = (claim(&json!({})), class());
     let explanation = explain(&ExplainInput {
@@ -191,7 +191,7 @@ fn without_inventories_no_node_is_called_unable() {
 }
 
 #[test]
-fn a_claim_of_a_newer_api_is_named_as_such() {
+fn a_claim_of_a_newer_api_is_not_served() {
     let status = json!({});
     for field in ["resourceClaimName", "resourceClaimTemplateName"] {
         let pod: Pod = read(json!({

@@ -9,18 +9,18 @@ use super::{MODE, SHARES, UNHEALTHY, kind, shares, text, value};
 use crate::api::crd::Mode;
 use crate::cli::diagnose::devices::{DeviceHolder, DeviceRow, DeviceState, DeviceTable};
 use crate::cli::diagnose::qualified_name;
-use crate::core::scheduler::{DeviceHoldings, DeviceId, PoolState, Usage, all_pools};
+use crate::core::scheduler::{AllocatedDevices, DeviceId, PoolState, Usage, all_pools};
 
 /// Joins the slices of `driver` with the allocated claims.
 pub fn devices(driver: &str, slices: &[ResourceSlice], claims: &[ResourceClaim]) -> DeviceTable {
-    let holdings = DeviceHoldings::read(claims);
+    let allocated_devices = AllocatedDevices::read(claims);
     let mut table = DeviceTable::default();
     let mut listed = BTreeSet::new();
     for pool in all_pools(slices).iter().filter(|pool| pool.driver == driver) {
         for slice in &pool.slices {
             for device in slice.spec.devices.iter().flatten() {
                 let id = DeviceId::new(driver, pool.name, &device.name);
-                let usage = holdings.get(&id);
+                let usage = allocated_devices.get(&id);
                 let mode = mode(device);
                 let (state, cause) = state(device, mode, usage, &pool.state);
                 let node = slice.spec.node_name.as_ref().or(device.node_name.as_ref());
@@ -47,7 +47,7 @@ pub fn devices(driver: &str, slices: &[ResourceSlice], claims: &[ResourceClaim])
             }
         }
     }
-    for (id, usage) in holdings.iter() {
+    for (id, usage) in allocated_devices.iter() {
         if id.driver != driver || listed.contains(id) {
             continue;
         }

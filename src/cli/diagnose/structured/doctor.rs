@@ -17,12 +17,12 @@ use crate::core::scheduler::{Evaluate, PoolState, all_pools};
 /// First minor version of Kubernetes 1 with these gates on by default.
 const ON_SINCE: u32 = 36;
 
-/// A feature gate of the API server, scheduler and controller manager, and what companions do without it.
+/// A feature gate of the API server, scheduler and controller manager.
 #[derive(Clone, Copy, Debug)]
 pub struct Gate {
     /// Name of the gate.
     pub name: &'static str,
-    /// What companions do without it.
+    /// The effect on companions if the gate is off.
     pub without: &'static str,
 }
 
@@ -37,7 +37,7 @@ impl Gate {
     }
 }
 
-/// The gates that companions make use of.
+/// The gates that companions use.
 pub const GATES: [Gate; 2] = [
     Gate {
         name: "DRADeviceTaints",
@@ -66,14 +66,12 @@ pub fn gate(gate: Gate, answer: &GateState, minor: Option<u32>) -> DoctorFinding
             check,
             format!("kube-apiserver has {name} off, as by default below 1.{ON_SINCE}: {without}"),
         ),
-        GateState::Silent => {
-            DoctorFinding::note(check, format!("kube-apiserver does not say whether {name} is on"))
-        }
+        GateState::Silent => DoctorFinding::note(check, format!("kube-apiserver does not report {name}")),
         GateState::NotAsked(why) => DoctorFinding::note(
             check,
             format!(
-                "kube-apiserver could not be asked for {name} (the verb get on the path /metrics): {why}; by default it is on from \
-                 1.{ON_SINCE} on, and without it {without}"
+                "the state of {name} in kube-apiserver is unknown (it needs the verb get on the path /metrics): {why}; by default it is on \
+                 from 1.{ON_SINCE} on, and without it {without}"
             ),
         ),
     }
@@ -99,7 +97,7 @@ pub fn dropped_fields(driver: &str, slices: &[ResourceSlice]) -> Vec<DoctorFindi
                  DRADeviceTaints is off",
                 some(&untainted)
             ),
-            "set the gate on in every API server; a companion that runs then writes its slices again",
+            "enable the gate in every API server; running companions then write their slices again",
         ));
     }
     let unshared = names(|device| {
@@ -115,7 +113,7 @@ pub fn dropped_fields(driver: &str, slices: &[ResourceSlice]) -> Vec<DoctorFindi
                  DRAConsumableCapacity is off",
                 some(&unshared)
             ),
-            "set the gate on in every API server; a companion that runs then writes its slices again",
+            "enable the gate in every API server; running companions then write their slices again",
         ));
     }
     findings
@@ -211,7 +209,7 @@ pub fn classes(
         findings.push(DoctorFinding::warning(
             check,
             format!("no DeviceClass selects the devices of kind {kind:?} in pool {}", some(&pools)),
-            "create one: the chart does for each kind, and docs/operator/devices.md shows how; until then no claim can ask for them",
+            "create one, in the chart by an entry of classes (docs/operator/devices.md); until then no claim can ask for them",
         ));
     }
     if ours == 0 && all.is_empty() {
@@ -246,7 +244,7 @@ pub fn slices(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<Doc
     findings
 }
 
-/// Reports pools that the scheduler does not use, and slices that were left behind.
+/// Reports pools that the scheduler does not use, and slices of earlier generations.
 fn pools(driver: &str, slices: &[ResourceSlice], ours: &[&ResourceSlice]) -> Vec<DoctorFinding> {
     let check = "slices";
     let mut findings = Vec::new();
@@ -257,7 +255,7 @@ fn pools(driver: &str, slices: &[ResourceSlice], ours: &[&ResourceSlice]) -> Vec
             findings.push(DoctorFinding::problem(
                 check,
                 format!("pool {name} is {}: the scheduler allocates none of its devices", pool.state),
-                "if it lasts, see the log of the companion there, and whether something else writes or deletes its ResourceSlices",
+                "if this persists, check the log of the companion there, and whether another program writes or deletes its ResourceSlices",
             ));
         }
         let of_pool = ours.iter().filter(|slice| slice.spec.pool.name == name);
@@ -273,7 +271,7 @@ fn pools(driver: &str, slices: &[ResourceSlice], ours: &[&ResourceSlice]) -> Vec
                     pool.generation,
                     some(&older)
                 ),
-                "if it lasts: does the companion there run? It deletes older slices; without one, kubectl delete resourceslice",
+                "if this persists, check that the companion there runs: it deletes older slices; without one, kubectl delete resourceslice",
             ));
         }
     }
@@ -306,7 +304,7 @@ fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[Node]) -> Vec<DoctorFi
     }
     for (node, (pools, owners)) in &by_node {
         let fix = format!(
-            "only one driver may be called {driver} on a node: give the other another name (--driver-name), and delete its ResourceSlices"
+            "only one driver may have the name {driver} on a node: give the other another name (--driver-name), and delete its ResourceSlices"
         );
         if pools.len() > 1 {
             let message = format!("slices of node {node} are in more than one pool: {}", some(pools));
@@ -371,7 +369,7 @@ fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<DoctorF
             findings.push(DoctorFinding::warning(
                 check,
                 format!("node {node} offers no device to claims"),
-                "`drayman node discover` there says why each candidate was not taken; if all kinds there are extended resources, nothing is wrong",
+                "`drayman node discover` there shows why each candidate is excluded; if all kinds there are extended resources, ignore this",
             ));
         }
     }

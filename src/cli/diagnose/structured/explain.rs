@@ -9,15 +9,15 @@ use kube::ResourceExt as _;
 use super::devices::pods;
 use super::doctor::Gate;
 use crate::cli::diagnose::explain::{
-    ClaimExplanation, ClaimStep, DeviceVerdict, NodeVerdict, claim_missing, claim_not_owned, claim_of,
-    deleting, ended, not_needed, reserved,
+    ClaimExplanation, ClaimStep, DeviceExplanation, NodeExplanation, claim_missing, claim_not_owned,
+    claim_of, deleting, ended, not_needed, reserved,
 };
 use crate::cli::diagnose::qualified_name;
 use crate::cli::objects::PartialPod;
 use crate::core::claims::Resolved;
 use crate::core::scheduler::{
-    AllocationFailure, Availability, ClusterState, DeviceId, Evaluate, NodeReport, RequestReport, holdings,
-    node_matches, report,
+    AllocationFailure, Availability, ClusterState, DeviceId, Evaluate, NodeReport, RequestReport,
+    allocated_devices, node_matches, report,
 };
 
 /// Number of pods that one claim serves, at most (`ResourceClaimReservedForMaxSize`).
@@ -65,17 +65,17 @@ pub(crate) fn find<'a>(
 pub type Nodes = BTreeMap<String, Result<NodeReport, String>>;
 
 /// Evaluates the nodes for the claims of a pod: those that wait for allocation together, beside those that have it.
-pub fn judge(
+pub fn evaluate_nodes(
     cluster: ClusterState<'_>,
     nodes: &[Node],
     claims: &[&ResourceClaim],
     evaluate: &mut Evaluate<'_>,
 ) -> Nodes {
-    let with = |wanted: fn(&ResourceClaim) -> bool| -> Vec<&ResourceClaim> {
-        claims.iter().copied().filter(|claim| wanted(claim)).collect()
+    let with = |matches: fn(&ResourceClaim) -> bool| -> Vec<&ResourceClaim> {
+        claims.iter().copied().filter(|claim| matches(claim)).collect()
     };
     let (allocated, waiting) = (with(is_allocated), with(is_waiting));
-    let mut judged = Nodes::new();
+    let mut evaluated = Nodes::new();
     for node in nodes {
         let elsewhere = allocated.iter().find(|claim| {
             let status = claim.status.as_ref();
@@ -90,9 +90,9 @@ pub fn judge(
             )),
             None => report(cluster, node, &waiting, evaluate).map_err(|error| error.to_string()),
         };
-        judged.insert(node.name_any(), result);
+        evaluated.insert(node.name_any(), result);
     }
-    judged
+    evaluated
 }
 
 /// Input to the explanation of one claim.
@@ -116,10 +116,10 @@ pub(crate) struct StructuredExplainInput<'a> {
 /// Explains one claim.
 pub(crate) fn explain(input: &StructuredExplainInput<'_>) -> ClaimExplanation {
     let claim = claim_of(input.found);
-    let (step, because, advice) = standing(input);
+    let (step, because, advice) = current_step(input);
     let waits = matches!(step, ClaimStep::WaitsForDevice | ClaimStep::WaitsForScheduler);
     let nodes = input.nodes.into_iter().flatten().filter(|_| waits);
-    let verdict = |(node, report): (&String, &Result<NodeReport, String>)| NodeVerdict {
+    let fit = |(node, report): (&String, &Result<NodeReport, String>)| NodeExplanation {
         node: node.clone(),
         reason: match report {
             Ok(report) => reason(report, input.index),
@@ -135,7 +135,7 @@ pub(crate) fn explain(input: &StructuredExplainInput<'_>) -> ClaimExplanation {
             }
             for (id, state) in &request.matching {
                 drivers.insert(id.driver.as_str());
-                devices.push(DeviceVerdict {
+                devices.push(DeviceExplanation {
                     node: node.clone(),
                     request: request.request.clone(),
                     device: device_name(id, input.driver),
@@ -145,7 +145,7 @@ pub(crate) fn explain(input: &StructuredExplainInput<'_>) -> ClaimExplanation {
         }
     }
     if let Some(claim) = claim {
-        drivers.extend(holdings::results(claim).map(|result| result.driver.as_str()));
+        drivers.extend(allocated_devices::results(claim).map(|result| result.driver.as_str()));
     }
     let drivers: Vec<&str> = drivers.into_iter().collect();
     ClaimExplanation {
@@ -157,7 +157,7 @@ pub(crate) fn explain(input: &StructuredExplainInput<'_>) -> ClaimExplanation {
         step,
         because,
         advice: Some(advice).filter(|advice| !advice.is_empty()),
-        nodes: nodes.map(verdict).collect(),
+        nodes: nodes.map(fit).collect(),
         devices,
     }
 }
@@ -231,7 +231,7 @@ fn wants(claim: &ResourceClaim) -> String {
 }
 
 /// Returns the step, its cause and a suggested fix.
-fn standing(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
+fn current_step(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
     let claim = match input.found {
         Resolved::NotNeeded => return not_needed(),
         Resolved::Awaited => {
@@ -336,7 +336,7 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
     (
         ClaimStep::WaitsForScheduler,
         format!("{able} of {total} nodes can serve it; the scheduler has not allocated it yet"),
-        "if it lasts, the pod's other needs do not fit there: kubectl describe pod".into(),
+        "if this persists, other requirements of the pod are not met there: kubectl describe pod".into(),
     )
 }
 

@@ -4,14 +4,14 @@ use serde_json::{Value, json};
 
 use super::devices::devices;
 use super::doctor::{GATES, classes, dropped_fields, gate, slices};
-use super::explain::{StructuredExplainInput, explain, find, is_waiting, judge};
+use super::explain::{StructuredExplainInput, evaluate_nodes, explain, find, is_waiting};
 use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable};
 use crate::cli::diagnose::doctor::{DoctorFinding, Level};
 use crate::cli::diagnose::explain::{ClaimExplanation, ClaimStep, claim_of};
 use crate::cli::diagnose::gates::GateState;
 use crate::cli::objects::PartialPod;
 use crate::core::claims::Resolved;
-use crate::core::scheduler::{ClusterState, DeviceHoldings};
+use crate::core::scheduler::{AllocatedDevices, ClusterState};
 use crate::host::selectors::with_selectors;
 
 pub(crate) const DRIVER: &str = "drayman.dev";
@@ -261,14 +261,14 @@ impl Question {
         let found: Vec<Resolved<&ResourceClaim>> =
             entries.iter().map(|entry| find(&pod, entry, &claims)).collect();
         let own: Vec<&ResourceClaim> = found.iter().filter_map(|found| claim_of(*found)).collect();
-        let holdings = DeviceHoldings::read(&claims);
+        let allocated_devices = AllocatedDevices::read(&claims);
         let cluster = ClusterState {
             slices: &slices,
             classes: &classes,
-            holdings: &holdings,
+            allocated_devices: &allocated_devices,
         };
         let nodes = with_selectors(|selectors| {
-            judge(cluster, &nodes, &own, &mut |expression, driver, device| {
+            evaluate_nodes(cluster, &nodes, &own, &mut |expression, driver, device| {
                 selectors.evaluate(expression, driver, device)
             })
         })
@@ -344,7 +344,7 @@ fn a_waiting_claim_is_explained_by_node_and_device() {
 }
 
 #[test]
-fn a_node_without_matching_devices_says_why() {
+fn a_node_without_matching_devices_has_a_reason() {
     let mut selected = claim("one", "cameras", 1);
     selected["spec"]["devices"]["requests"][0]["exactly"]["selectors"] =
         json!([{ "cel": { "expression": "device.allowMultipleAllocations" } }]);
@@ -529,7 +529,7 @@ fn of_classes(of: Vec<Value>, slices: Vec<Value>) -> Vec<DoctorFinding> {
 }
 
 #[test]
-fn classes_and_devices_must_find_each_other() {
+fn unmatched_classes_and_devices_are_reported() {
     let slices = || vec![slice("node-a", json!([camera("a")]))];
     let fine = of_classes(vec![class("cameras")], slices());
     assert_eq!(

@@ -1,6 +1,6 @@
 //! Metrics over HTTPS for accounts with the right to read them, as at the secure ports of Kubernetes' components.
 //!
-//! A request has a bearer token. The API server says whose it is (TokenReview), and whether that account may get the path `/metrics`
+//! A request has a bearer token. The API server authenticates its account (TokenReview) and authorizes it for the path `/metrics`
 //! (SubjectAccessReview). A token is sent over TLS only, with a certificate that the scraper can verify: there is no self-signed one,
 //! because a scraper that accepts any certificate gives its token to anyone.
 
@@ -25,18 +25,18 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_rustls::TlsAcceptor;
 
-/// How long an answer of the API server counts: as for kubelet's metrics.
+/// Cache time of a positive review, the same as for kubelet's metrics.
 const ALLOWED_FOR: Duration = Duration::from_secs(120);
-/// Maximum number of tokens that are remembered. A cluster has one or two scrapers.
+/// Maximum number of cached tokens. A cluster has one or two scrapers.
 const ALLOWED_MAX: usize = 8;
-/// Longest token in bytes. The tokens of service accounts have about 1,000.
+/// Maximum size of a token in bytes. The tokens of service accounts have about 1,000.
 const TOKEN_MAX: usize = 6 * 1024;
 /// Time limit of the two reviews, below the lifetime of a connection.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(8);
-/// Pause between a review that admits nobody and the next one, so that a peer with wrong tokens causes ten requests a second at most. A scraper
-/// waits for those of all other connections (64), for less than [`REVIEW_TIMEOUT`].
+/// Pause after a review that admits no account: a peer with wrong tokens causes at most ten requests a second. A scraper waits for the
+/// reviews of at most 64 other connections, which takes less than [`REVIEW_TIMEOUT`].
 const REFUSAL_PAUSE: Duration = Duration::from_millis(100);
-/// How often the certificate is read again. Kubelet updates a mounted Secret within two minutes.
+/// Interval at which the certificate is read again. Kubelet updates a mounted Secret within two minutes.
 const RELOAD: Duration = Duration::from_secs(60);
 
 /// The certificate in a directory, as in a Secret of type `kubernetes.io/tls`.
@@ -64,7 +64,7 @@ impl Certificate {
                 Ok(newer) => *current = newer,
                 Err(error) => tracing::warn!(
                     reason = "CertificateInvalid",
-                    "the earlier certificate of the metrics stays in use: {error:#}"
+                    "the metrics keep their earlier certificate: {error:#}"
                 ),
             }
         }
@@ -93,10 +93,10 @@ fn acceptor(directory: &Path) -> Result<TlsAcceptor, anyhow::Error> {
     Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
-/// Admits accounts with the right to read the metrics, by the answer of the API server.
+/// Admits accounts that the API server allows to read the metrics.
 pub(super) struct Guard {
     client: Client,
-    /// Tokens that may, each with the time of the answer; oldest first.
+    /// Admitted tokens, each with the time of its review; oldest first.
     allowed: Mutex<VecDeque<(String, Instant)>>,
     /// When the next review may begin. One at a time: a peer with many tokens must not crowd out the component's own requests.
     turn: tokio::sync::Mutex<Instant>,
@@ -114,7 +114,7 @@ impl Guard {
         }
     }
 
-    /// Returns why a request is refused: 401 without a valid token, 403 without the right, 503 if the API server does not say.
+    /// Returns why a request is refused: 401 without a valid token, 403 without the right, 503 if the API server does not review the token.
     pub(super) async fn check(&self, headers: &HeaderMap) -> Result<(), StatusCode> {
         let token = bearer(headers).ok_or(StatusCode::UNAUTHORIZED)?;
         if self.is_allowed(token) {
@@ -146,7 +146,7 @@ impl Guard {
         if !self.failed.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 reason = "ReviewFailed",
-                "the API server does not say who may read the metrics: {error:#}"
+                "the API server did not review a token for the metrics: {error:#}"
             );
         }
         Err(StatusCode::SERVICE_UNAVAILABLE)

@@ -14,7 +14,7 @@ use crate::cli::diagnose::structured::doctor::{classes, dropped_fields, slices};
 use crate::cli::error::Error;
 use crate::cli::tool::read::{self, ServedApi};
 use crate::cli::tool::{feature_gates, rights};
-use crate::core::scheduler::holdings::results;
+use crate::core::scheduler::allocated_devices::results;
 use crate::host::selectors::with_selectors;
 
 /// Runs all checks. Read errors become findings.
@@ -47,7 +47,7 @@ pub(super) async fn check(
     findings
 }
 
-/// Checks for claims with devices of drivers that nothing serves.
+/// Checks for claims with devices of drivers that no node serves.
 async fn of_drivers(client: &Client) -> Result<Vec<DoctorFinding>, Error> {
     let slices: Vec<ResourceSlice> = read::all(client).await?;
     let claims: Vec<ResourceClaim> = read::all(client).await?;
@@ -122,10 +122,12 @@ mod tests {
         let says = |text: &str| findings.iter().any(|(_, message)| message.contains(text));
         assert!(says("Kubernetes 1.37 serves resource.k8s.io/v1"), "{findings:?}");
         assert!(says(
-            "system:serviceaccount:drayman:node may do what the companion needs"
+            "system:serviceaccount:drayman:node has all permissions that the companion needs"
         ));
         assert!(says("1 of 1 nodes offer 1 devices"));
-        assert!(says("somebody runs a controller, which has nothing to do here"));
+        assert!(says(
+            "somebody runs a controller, which structured mode does not use"
+        ));
     }
 
     #[tokio::test]
@@ -184,7 +186,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_companion_without_an_image_is_reported_with_kubelets_reason() {
+    async fn a_companion_without_an_image_has_kubelets_reason() {
         let mut pods: Vec<_> = (0..5).map(|_| companion("drayman")).collect();
         for (number, pod) in pods.iter_mut().enumerate() {
             let waiting = if number == 0 {
@@ -210,18 +212,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn claims_of_a_former_driver_name_are_found_without_helm() {
+    async fn claims_of_an_earlier_driver_name_are_found_without_helm() {
         let claims = "/apis/resource.k8s.io/v1/resourceclaims";
-        let mut former = held("till", "node-a", &["a"]);
-        let findings = run(server().with(claims, std::slice::from_ref(&former))).await;
+        let mut renamed = held("till", "node-a", &["a"]);
+        let findings = run(server().with(claims, std::slice::from_ref(&renamed))).await;
         assert!(
             !findings
                 .iter()
                 .any(|(_, message)| message.contains("no node serves")),
             "{findings:?}"
         );
-        former["status"]["allocation"]["devices"]["results"][0]["driver"] = json!("old.example.com");
-        let findings = run(server().with(claims, &[former])).await;
+        renamed["status"]["allocation"]["devices"]["results"][0]["driver"] = json!("old.example.com");
+        let findings = run(server().with(claims, &[renamed])).await;
         let found = findings
             .iter()
             .find(|(_, message)| message.contains("no node serves driver old.example.com"));

@@ -9,7 +9,7 @@ use kube::{Client, Resource, ResourceExt as _};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::cli::diagnose::explain::{ClaimExplanation, ClaimStep, DeviceVerdict, NodeVerdict};
+use crate::cli::diagnose::explain::{ClaimExplanation, ClaimStep, DeviceExplanation, NodeExplanation};
 use crate::cli::diagnose::extended_resources::{self, ExtendedResourceExplanation, ExtendedResourceStep};
 use crate::cli::diagnose::qualified_name;
 use crate::cli::error::Error;
@@ -200,16 +200,16 @@ async fn explain_limits(
     pod: &PartialPod,
 ) -> Result<Vec<ExtendedResourceExplanation>, Error> {
     let is_bound = pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some());
-    if is_bound || extended_resources::wanted(pod).is_empty() {
+    if is_bound || extended_resources::requested(pod).is_empty() {
         return Ok(extended_resources::explain(pod, None, None));
     }
     let nodes = unless_forbidden(
         read::all::<Node>(client).await,
-        "nodes: which of them offer an extended resource is not known",
+        "nodes: the nodes that offer an extended resource are unknown",
     )?;
     let pods = unless_forbidden(
         read::all::<PartialPod>(client).await,
-        "pods of all namespaces: how many of an extended resource are in use is not known",
+        "pods of all namespaces: the amounts of extended resources in use are unknown",
     )?;
     Ok(extended_resources::explain(
         pod,
@@ -243,7 +243,7 @@ impl Printable for Explained {
                 let _ = writeln!(text, "  scheduler says: {}", one_line(scheduler));
             }
             if self.claims.is_empty() && self.limits.is_empty() {
-                text += "  it asks for no devices, neither by claims nor in resources.limits\n";
+                text += "  it requests no devices, neither by claims nor in resources.limits\n";
             }
         }
         for claim in &self.claims {
@@ -339,11 +339,11 @@ fn limit_text(limit: &ExtendedResourceExplanation, wide: bool) -> String {
 }
 
 /// Groups nodes with the same result on one line, unless `wide`.
-fn nodes_text(verdicts: &[NodeVerdict], wide: bool) -> String {
+fn nodes_text(fits: &[NodeExplanation], wide: bool) -> String {
     let mut by_reason: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for verdict in verdicts {
-        let reason = verdict.reason.as_deref().unwrap_or("can serve it");
-        by_reason.entry(reason).or_default().push(&verdict.node);
+    for fit in fits {
+        let reason = fit.reason.as_deref().unwrap_or("can serve it");
+        by_reason.entry(reason).or_default().push(&fit.node);
     }
     let mut rows = Vec::new();
     for (reason, nodes) in by_reason {
@@ -366,8 +366,8 @@ fn nodes_text(verdicts: &[NodeVerdict], wide: bool) -> String {
 }
 
 /// Lists the matching devices: all if `wide`, otherwise the first that are not available.
-fn devices_text(verdicts: &[DeviceVerdict], wide: bool) -> String {
-    let shown: Vec<&DeviceVerdict> = verdicts
+fn devices_text(fits: &[DeviceExplanation], wide: bool) -> String {
+    let shown: Vec<&DeviceExplanation> = fits
         .iter()
         .filter(|device| wide || device.reason.is_some())
         .collect();
@@ -399,20 +399,20 @@ mod tests {
 
     #[test]
     fn nodes_with_the_same_answer_share_a_line() {
-        let verdict = |node: &str, reason: Option<&str>| NodeVerdict {
+        let fit = |node: &str, reason: Option<&str>| NodeExplanation {
             node: node.into(),
             reason: reason.map(Into::into),
         };
-        let verdicts = [
-            verdict("a", Some("3 of 3 held")),
-            verdict("b", Some("3 of 3 held")),
-            verdict("c", Some("3 of 3 held")),
-            verdict("d", None),
+        let fits = [
+            fit("a", Some("3 of 3 held")),
+            fit("b", Some("3 of 3 held")),
+            fit("c", Some("3 of 3 held")),
+            fit("d", None),
         ];
         assert_eq!(
-            nodes_text(&verdicts, false),
+            nodes_text(&fits, false),
             "  nodes:\n    a and 2 more   3 of 3 held\n    d              can serve it\n"
         );
-        assert_eq!(nodes_text(&verdicts, true).lines().count(), 5);
+        assert_eq!(nodes_text(&fits, true).lines().count(), 5);
     }
 }

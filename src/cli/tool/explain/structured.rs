@@ -8,14 +8,14 @@ use kube::api::ObjectMeta;
 use super::answer::{ExplainedClaims, about, unless_forbidden};
 use crate::cli::diagnose::explain::claim_of;
 use crate::cli::diagnose::structured::explain::{
-    Nodes, StructuredExplainInput, explain, find, is_waiting, judge,
+    Nodes, StructuredExplainInput, evaluate_nodes, explain, find, is_waiting,
 };
 use crate::cli::error::Error;
 use crate::cli::objects::PartialPod;
 use crate::cli::tool::feature_gates;
 use crate::cli::tool::read::{self, ClaimScope, Namespaces};
 use crate::core::claims::Resolved;
-use crate::core::scheduler::{ClusterState, DeviceHoldings};
+use crate::core::scheduler::{AllocatedDevices, ClusterState};
 use crate::host::selectors::with_selectors;
 
 /// Explains the claims of the pod; without a pod, the claim of this name. `None` if it does not exist.
@@ -55,11 +55,11 @@ pub(super) async fn explain_claims(
     if own.iter().any(|claim| is_waiting(claim)) {
         classes = unless_forbidden(
             read::all::<DeviceClass>(client).await,
-            "deviceclasses: which devices match is not known",
+            "deviceclasses: the matching devices are unknown",
         )?;
         let slices = unless_forbidden(
             read::all::<ResourceSlice>(client).await,
-            "resourceslices: which devices match is not known",
+            "resourceslices: the matching devices are unknown",
         )?;
         if let (Some(classes), Some(slices)) = (&classes, &slices) {
             if matches!(claims.scope, ClaimScope::Namespace(_)) {
@@ -125,14 +125,14 @@ fn evaluate(
     nodes: &[Node],
     own: &[&ResourceClaim],
 ) -> Result<Nodes, Error> {
-    let holdings = DeviceHoldings::read(claims);
+    let allocated_devices = AllocatedDevices::read(claims);
     let cluster = ClusterState {
         slices,
         classes,
-        holdings: &holdings,
+        allocated_devices: &allocated_devices,
     };
     with_selectors(|selectors| {
-        judge(cluster, nodes, own, &mut |expression, driver, device| {
+        evaluate_nodes(cluster, nodes, own, &mut |expression, driver, device| {
             selectors.evaluate(expression, driver, device)
         })
     })
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nobody_is_told_to_wait_for_devices_that_are_free_and_too_few() {
+    async fn too_few_free_devices_are_not_worth_waiting_for() {
         let claims = [claim("waits", "cameras", 2)];
         let server = server().with("/apis/resource.k8s.io/v1/resourceclaims", &claims);
         let answer = ask(server, ObjectArgument::Pod("second".into())).await.unwrap();

@@ -32,7 +32,7 @@ mod allocator {
     }
 
     #[test]
-    fn what_was_never_recorded_is_free_when_it_is_given_back() {
+    fn unrecorded_devices_are_free_once_deallocated() {
         let mut allocator = allocator(&["d"]);
         allocate(&mut allocator, "u").unwrap();
         assert_eq!(
@@ -47,7 +47,7 @@ mod allocator {
     }
 
     #[test]
-    fn what_is_recorded_stays_held_until_it_is_seen_to_be_gone() {
+    fn recorded_devices_stay_held_until_the_record_is_gone() {
         let mut allocator = allocator(&["d"]);
         let allocation = allocate(&mut allocator, "u").unwrap();
         assert_eq!(
@@ -125,7 +125,7 @@ mod allocator {
         assert!(
             finding
                 .message
-                .starts_with("ResourceClaim ns/u holds something that cannot be read: "),
+                .starts_with("ResourceClaim ns/u has an allocation that cannot be read: "),
             "{finding:?}"
         );
         assert_eq!(
@@ -165,7 +165,7 @@ mod allocator {
                 .find(|finding| finding.reason == "DeviceHeldTwice")
                 .unwrap();
             assert_eq!(
-                (&*conflict.name, conflict.take_back),
+                (&*conflict.name, conflict.roll_back),
                 ("a", true),
                 "{original_first}"
             );
@@ -245,7 +245,7 @@ mod allocator {
                 allocator.set_inventory("a", Some(node));
             }
             assert_eq!(told(&allocator.recheck_conflicts()), reasons, "{shares} {listed}");
-            assert_eq!(allocator.recheck_conflicts(), [], "said once");
+            assert_eq!(allocator.recheck_conflicts(), [], "reported once");
         }
     }
 
@@ -303,10 +303,10 @@ mod allocate {
 
     fn allocate(
         allocator: &mut DeviceAllocator,
-        wanted: &[(&str, &[u32])],
+        requested: &[(&str, &[u32])],
         node: Option<&str>,
     ) -> Vec<Result<String, String>> {
-        let owned: Vec<_> = wanted
+        let owned: Vec<_> = requested
             .iter()
             .map(|(uid, counts)| (claim(uid, None), device_requests("test", counts)))
             .collect();
@@ -333,8 +333,8 @@ mod allocate {
         answers.into_iter().map(short).collect()
     }
 
-    fn reasons(allocator: &DeviceAllocator, wanted: &[(&str, &[u32])], node: &str) -> Vec<Option<String>> {
-        let owned: Vec<_> = wanted
+    fn reasons(allocator: &DeviceAllocator, requested: &[(&str, &[u32])], node: &str) -> Vec<Option<String>> {
+        let owned: Vec<_> = requested
             .iter()
             .map(|(uid, counts)| (claim(uid, None), device_requests("test", counts)))
             .collect();
@@ -374,7 +374,7 @@ mod allocate {
         assert_eq!(
             allocator.holdings().on_node("1").unwrap().len(),
             1,
-            "what was granted elsewhere is given back"
+            "devices granted elsewhere are deallocated"
         );
         allocator.set_inventory("b", Some(node("b", "2", &["b2"])));
         assert_eq!(
@@ -385,12 +385,12 @@ mod allocate {
     }
 
     #[test]
-    fn a_recorded_allocation_is_returned_as_it_is_and_never_moved() {
+    fn a_recorded_allocation_is_returned_unchanged() {
         let mut allocator = allocator();
-        let (wish_claim, wanted) = (claim("u", None), device_requests("test", &[1]));
+        let (wish_claim, requested) = (claim("u", None), device_requests("test", &[1]));
         let request = RequestedClaim {
             claim: &wish_claim,
-            device_requests: &wanted,
+            device_requests: &requested,
             suitable_nodes: None,
         };
         let first = fixture::allocate(&mut allocator, &[request], Some("a"))
@@ -416,7 +416,7 @@ mod allocate {
     }
 
     #[test]
-    fn the_reason_counts_what_others_hold() {
+    fn the_reason_counts_devices_of_other_claims() {
         let mut allocator = allocator();
         for uid in ["u", "v", "w"] {
             assert!(allocate(&mut allocator, &[(uid, &[1])], Some("a"))[0].is_ok());
@@ -436,12 +436,12 @@ mod allocate {
         );
         assert_eq!(
             reasons(&allocator, &[("u", &[2])], "a"),
-            [Some("2 of 3 held, 1 free, 2 wanted".into())]
+            [Some("2 of 3 held, 1 free, 2 requested".into())]
         );
     }
 
     #[test]
-    fn nodes_that_are_unknown_not_ready_or_without_the_kind_say_so() {
+    fn an_unsuitable_node_has_a_reason() {
         let mut allocator = allocator();
         let mut other = inventory("d", "4", &["d1"]);
         other.spec.devices[0].mode = Mode::ExtendedResource;
@@ -463,12 +463,12 @@ mod allocate {
     #[test]
     fn claims_of_a_pod_are_allocated_together_or_not_at_all() {
         let mut allocator = allocator();
-        let wanted: &[(&str, &[u32])] = &[("u", &[1, 1]), ("v", &[2])];
-        let shortage = "3 of 3 free, 2 wanted besides 2 for the pod's other claims";
-        assert_eq!(reasons(&allocator, wanted, "a"), [None, Some(shortage.into())]);
+        let requested: &[(&str, &[u32])] = &[("u", &[1, 1]), ("v", &[2])];
+        let shortage = "3 of 3 free, 2 requested besides 2 for the pod's other claims";
+        assert_eq!(reasons(&allocator, requested, "a"), [None, Some(shortage.into())]);
         let together = "not allocated, because claim ns/v of the same pod does not fit on node a";
         assert_eq!(
-            allocate(&mut allocator, wanted, Some("a")),
+            allocate(&mut allocator, requested, Some("a")),
             [
                 Err(together.into()),
                 Err(format!("resources exhausted on node a: {shortage}"))
@@ -476,13 +476,13 @@ mod allocate {
         );
         assert_eq!(allocator.holdings().uids().count(), 0);
         assert_eq!(
-            allocate(&mut allocator, wanted, Some("b")),
+            allocate(&mut allocator, requested, Some("b")),
             [Ok("b1 b2".into()), Ok("b3 b4".into())]
         );
     }
 
     #[test]
-    fn a_claim_that_fails_holds_nothing_that_is_not_recorded() {
+    fn a_failed_claim_holds_only_recorded_devices() {
         let mut allocator = allocator();
         allocate(&mut allocator, &[("u", &[3])], Some("a"));
         assert!(allocate(&mut allocator, &[("u", &[5])], Some("b"))[0].is_err());
@@ -535,7 +535,7 @@ mod anywhere {
     }
 
     #[test]
-    fn an_allocation_that_cannot_be_read_is_not_replaced_by_another() {
+    fn an_unreadable_allocation_is_not_replaced() {
         let mut allocator = allocator();
         let unreadable = claim("u", Some(&crate::api::resource::AllocationResult::default()));
         allocator.observe(&unreadable, unreadable.status.allocation.as_ref());

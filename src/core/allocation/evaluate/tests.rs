@@ -69,12 +69,12 @@ mod view {
     /// The devices of each claim, or the error.
     fn allocate(
         allocator: &mut DeviceAllocator,
-        wanted: &[(&str, &DeviceRequests)],
+        requested: &[(&str, &DeviceRequests)],
     ) -> Vec<Result<String, String>> {
-        let claims: Vec<_> = wanted.iter().map(|(uid, _)| claim(uid, None)).collect();
+        let claims: Vec<_> = requested.iter().map(|(uid, _)| claim(uid, None)).collect();
         let requested: Vec<_> = claims
             .iter()
-            .zip(wanted)
+            .zip(requested)
             .map(|(claim, (_, device_requests))| RequestedClaim {
                 claim,
                 device_requests,
@@ -112,8 +112,8 @@ mod view {
             |count| device_requests("Packing", &json!([request("gpu", count, "x")]), &json!([]));
         assert_eq!(
             one(&mut allocator, "u", &device_requests(1)).unwrap_err(),
-            "resources exhausted on node a: 8 of 8 not evaluated yet by selector 1 of request gpu, 1 wanted"
-                .replace(", 1 wanted", "")
+            "resources exhausted on node a: 8 of 8 not evaluated yet by selector 1 of request gpu, 1 requested"
+                .replace(", 1 requested", "")
         );
         evaluate(&mut allocator, "x");
         assert_eq!(one(&mut allocator, "u", &device_requests(2)), Ok("d0 d2".into()));
@@ -124,7 +124,7 @@ mod view {
         );
         assert_eq!(
             one(&mut allocator, "v", &device_requests(3)).unwrap_err(),
-            "resources exhausted on node a: 2 of 8 held, 4 of 8 do not match selector 1 of request gpu, 2 free, 3 wanted"
+            "resources exhausted on node a: 2 of 8 held, 4 of 8 do not match selector 1 of request gpu, 2 free, 3 requested"
         );
         let broken = self::device_requests("Packing", &json!([request("gpu", 1, "broken")]), &json!([]));
         evaluate(&mut allocator, "broken");
@@ -204,13 +204,13 @@ mod view {
         let constraints = json!([
             {"requests": ["a", "b"], "matchAttribute": "d/numa"}, {"requests": ["a", "b"], "matchAttribute": "d/vendor"}
         ]);
-        let wanted = device_requests(
+        let requested = device_requests(
             "Packing",
             &json!([{"name": "a", "count": 2}, {"name": "b", "count": 2}]),
             &constraints,
         );
         assert!(
-            one(&mut allocator(None), "u", &wanted)
+            one(&mut allocator(None), "u", &requested)
                 .unwrap_err()
                 .ends_with("each constraint can be met, but not all of them together")
         );
@@ -238,7 +238,7 @@ mod view {
         );
         assert_eq!(
             one(&mut allocator, "v", &all("x")).unwrap_err(),
-            "resources exhausted on node a: 4 of 8 held, 4 of 8 do not match selector 1 of request a, request a wants all 4 \
+            "resources exhausted on node a: 4 of 8 held, 4 of 8 do not match selector 1 of request a, request a is for all 4 \
          that match, and 4 of them are held or unhealthy"
         );
         assert!(
@@ -322,7 +322,7 @@ mod view {
         );
         let error = one(&mut allocator, "u", &all).unwrap_err();
         assert!(
-            error.ends_with("the requests for all devices make 65; a claim gets at most 64"),
+            error.ends_with("the requests for all devices add up to 65; a claim gets at most 64"),
             "{error}"
         );
     }
@@ -356,7 +356,7 @@ mod view {
         let mut work = WorkBudget::new(QUICK_WORK_MAX);
         let mut unsuitable = vec![BTreeMap::new()];
         let left = allocator.unsuitable(&[request], &nodes, &mut unsuitable, &mut work);
-        assert_eq!(unsuitable[0]["a"], "8 of 8 free, 9 wanted");
+        assert_eq!(unsuitable[0]["a"], "8 of 8 free, 9 requested");
         assert!(left.is_empty(), "{} steps", work.done());
     }
 
@@ -381,38 +381,47 @@ mod view {
 mod unsuitable {
     use super::*;
 
-    fn text(total: usize, held: usize, unhealthy: usize, wanted: usize, wanted_besides: usize) -> String {
+    fn text(
+        total: usize,
+        held: usize,
+        unhealthy: usize,
+        requested_count: usize,
+        requested_besides: usize,
+    ) -> String {
         Shortage {
             kind: "test".into(),
             total,
             held,
             unhealthy,
-            wanted,
-            wanted_besides,
+            requested_count,
+            requested_besides,
             ..Shortage::default()
         }
         .to_string()
     }
 
     #[test]
-    fn a_shortage_says_how_many_there_are_and_what_became_of_them() {
+    fn a_shortage_counts_the_devices_by_state() {
         assert_eq!(text(3, 3, 0, 1, 0), "3 of 3 held");
         assert_eq!(text(8, 4, 4, 1, 0), "4 of 8 held, 4 unhealthy");
-        assert_eq!(text(8, 4, 3, 2, 0), "4 of 8 held, 3 unhealthy, 1 free, 2 wanted");
+        assert_eq!(
+            text(8, 4, 3, 2, 0),
+            "4 of 8 held, 3 unhealthy, 1 free, 2 requested"
+        );
         assert_eq!(text(2, 0, 2, 1, 0), "2 of 2 unhealthy");
-        assert_eq!(text(2, 0, 0, 3, 0), "2 of 2 free, 3 wanted");
+        assert_eq!(text(2, 0, 0, 3, 0), "2 of 2 free, 3 requested");
         assert_eq!(
             text(2, 1, 0, 1, 1),
-            "1 of 2 held, 1 free, 1 wanted besides 1 for the pod's other claims"
+            "1 of 2 held, 1 free, 1 requested besides 1 for the pod's other claims"
         );
-        assert_eq!(text(3, 3, 0, 2, 0), "3 of 3 held, 2 wanted");
+        assert_eq!(text(3, 3, 0, 2, 0), "3 of 3 held, 2 requested");
     }
 
     #[test]
     fn a_missing_kind_and_one_of_another_mode_are_different_errors() {
         let none = Shortage {
             kind: "test".into(),
-            wanted: 1,
+            requested_count: 1,
             ..Shortage::default()
         };
         assert_eq!(none.to_string(), "no device of kind test on this node");

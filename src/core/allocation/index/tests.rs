@@ -39,7 +39,7 @@ mod index {
         let (_, keeper) = before.rsplit_once(' ').unwrap();
         let (other, _) = after.split_once(' ').unwrap();
         assert_eq!(format!("{}/{}", conflict.namespace, conflict.name), other);
-        assert!(conflict.take_back);
+        assert!(conflict.roll_back);
         (keeper, other)
     }
 
@@ -48,7 +48,7 @@ mod index {
     }
 
     #[test]
-    fn what_was_held_and_then_seen_in_the_claim_is_held_once() {
+    fn a_held_device_recorded_in_its_claim_is_held_once() {
         let mut holdings = AllocationIndex::default();
         assert_eq!(
             holdings.put("u", holder("n/c", 1, AllocationState::Held(grant("1", &["d"])))),
@@ -66,7 +66,7 @@ mod index {
     }
 
     #[test]
-    fn a_claim_that_comes_to_hold_something_else_frees_what_it_held() {
+    fn a_claim_with_other_devices_frees_its_old_ones() {
         let mut holdings = AllocationIndex::default();
         holdings.put(
             "u",
@@ -104,7 +104,7 @@ mod index {
             "v",
             holder("n/older", 1, AllocationState::Recorded(grant("1", &["d"]))),
         );
-        assert_eq!(again, IndexChange::default(), "said once");
+        assert_eq!(again, IndexChange::default(), "reported once");
         assert_eq!(freed(&holdings.remove("u").freed), ["d"]);
         assert_eq!(freed(&holdings.remove("v").freed), ["d"]);
     }
@@ -238,7 +238,7 @@ mod allocation_result {
     }
 
     #[test]
-    fn an_allocation_reads_back_as_what_was_granted() {
+    fn a_granted_allocation_reads_back_unchanged() {
         let allocation = write("d.example", "uid", &grant(2)).unwrap();
         let state = AllocationState::Recorded(grant(2));
         assert_eq!(
@@ -271,7 +271,7 @@ mod allocation_result {
     }
 
     #[test]
-    fn what_cannot_be_read_says_why_and_where_it_is() {
+    fn an_unreadable_allocation_has_a_reason_and_a_node() {
         let good = write("d.example", "uid", &grant(1)).unwrap();
         let state = |change: &dyn Fn(&mut AllocationResult)| {
             let mut allocation = good.clone();
@@ -320,7 +320,7 @@ mod allocation_result {
             fields[0].operator = "NotIn".into();
             fields
         });
-        let judge = |terms: &[NodeSelectorTerm], node| {
+        let evaluate = |terms: &[NodeSelectorTerm], node| {
             suits(
                 &NodeSelector {
                     node_selector_terms: terms.to_vec(),
@@ -328,15 +328,15 @@ mod allocation_result {
                 node,
             )
         };
-        assert_eq!(judge(&[term(named.clone(), false)], "a"), Some(true));
-        assert_eq!(judge(&[term(not_named, false)], "a"), Some(false));
-        assert_eq!(judge(&[term(None, false)], "a"), Some(false));
-        assert_eq!(judge(&[term(None, true)], "a"), None);
+        assert_eq!(evaluate(&[term(named.clone(), false)], "a"), Some(true));
+        assert_eq!(evaluate(&[term(not_named, false)], "a"), Some(false));
+        assert_eq!(evaluate(&[term(None, false)], "a"), Some(false));
+        assert_eq!(evaluate(&[term(None, true)], "a"), None);
         assert_eq!(
-            judge(&[term(named.clone(), true)], "b"),
+            evaluate(&[term(named.clone(), true)], "b"),
             Some(false),
             "the name alone rules it out"
         );
-        assert_eq!(judge(&[term(None, true), term(named, false)], "a"), Some(true));
+        assert_eq!(evaluate(&[term(None, true), term(named, false)], "a"), Some(true));
     }
 }

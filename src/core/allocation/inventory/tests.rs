@@ -112,7 +112,7 @@ fn only_a_true_ready_condition_makes_a_node_ready() {
 }
 
 #[test]
-fn what_the_schema_would_refuse_is_left_out() {
+fn devices_and_attributes_against_the_schema_are_left_out() {
     let mut inventory = fixture::inventory("a", "1", &["d", "c", "d"]);
     let both = AttributeValue {
         int: Some(1),

@@ -54,7 +54,7 @@ mod parameters {
     }
 
     #[test]
-    fn nonsense_is_refused_with_the_object_the_field_and_the_limit() {
+    fn invalid_parameters_name_the_object_the_field_and_the_limit() {
         let text = |requests: &[(&str, u32)]| device_requests(requests).unwrap_err().to_string();
         let limits = "1 to 64 are allowed";
         assert_eq!(
@@ -102,7 +102,7 @@ mod parameters {
     }
 
     #[test]
-    fn an_object_of_the_first_release_means_what_it_meant() {
+    fn objects_of_the_first_release_keep_their_meaning() {
         let device_requests = claim(json!({"requests": [{"name": "a"}, {"name": "b", "count": 2}]})).unwrap();
         assert_eq!(device_requests.total(), 3);
         assert!(
@@ -244,7 +244,7 @@ mod reference {
     }
 
     #[test]
-    fn a_claim_may_refer_to_parameters_of_ours_and_to_nothing_else() {
+    fn a_claim_may_refer_only_to_our_parameters() {
         let mut claim = ResourceClaim::default();
         assert_eq!(claim_reference(&claim), Ok(None));
         for (group, kind, fine) in [

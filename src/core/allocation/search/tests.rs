@@ -174,7 +174,7 @@ mod search {
     }
 
     #[test]
-    fn groups_that_differ_in_nothing_are_tried_once() {
+    fn equivalent_groups_are_tried_once() {
         // Sixteen groups of four devices each, which differ in nothing.
         let groups: Vec<Vec<usize>> = (0..16)
             .map(|group| (4 * group..4 * group + 4).collect())
@@ -245,7 +245,7 @@ mod fit {
     }
 
     #[test]
-    fn the_preferred_candidates_are_taken_if_nobody_else_needs_them() {
+    fn preferred_candidates_are_taken_unless_others_need_them() {
         assert_eq!(fit(4, &[(&[3, 1, 0], 2)]), Ok(vec![vec![1, 3]]));
     }
 

@@ -121,7 +121,7 @@ fn a_claim_forgotten_by_one_side_is_quarantined_with_a_reason() {
 }
 
 #[test]
-fn what_kubelet_lists_and_what_nobody_answers_for_is_left_alone() {
+fn listed_and_unanswered_claims_are_left_alone() {
     for (kubelet, answer) in [
         (lists(&[uid()]), GONE),
         (lists(&[]), ApiView::Unknown("away".into())),
@@ -149,7 +149,7 @@ fn nothing_is_asked_before_the_grace_period_is_over() {
 }
 
 #[test]
-fn a_claim_that_kubelet_asks_for_meanwhile_is_not_freed() {
+fn a_claim_prepared_again_meanwhile_is_not_freed() {
     let mut orphans = Orphans::new(GRACE, false);
     let prepared_claims = prepared_claims(&["x"]);
     orphans.find(&prepared_claims, &lists(&[]), Duration::ZERO);
@@ -163,7 +163,7 @@ fn a_claim_that_kubelet_asks_for_meanwhile_is_not_freed() {
 }
 
 #[test]
-fn a_claim_that_appears_in_the_list_again_is_in_order_again() {
+fn a_claim_listed_again_leaves_quarantine() {
     let mut orphans = Orphans::new(GRACE, false);
     let prepared_claims = prepared_claims(&["x"]);
     orphans.find(&prepared_claims, &lists(&[]), Duration::ZERO);
@@ -258,20 +258,20 @@ fn a_listed_claim_is_checked_only_if_its_device_is_reallocated() {
         "its pod may be about to end"
     );
     assert_eq!(orphans.find(&prepared_claims, &kubelet, GRACE * 2).len(), 1);
-    let judge = |orphans: &mut Orphans, answer| {
+    let decide = |orphans: &mut Orphans, answer| {
         let answers = BTreeMap::from([(uid(), answer)]);
         let decisions = orphans.decide(&prepared_claims, &kubelet, &answers, &NO_VIEW, GRACE * 2);
         assert_eq!(decisions, [], "kubelet lists it, so it is never freed");
         orphans.quarantine().remove(&uid())
     };
-    let why = judge(&mut orphans, GONE).unwrap();
+    let why = decide(&mut orphans, GONE).unwrap();
     assert!(why.contains("given its device to another claim"), "{why}");
-    let why = judge(&mut orphans, PRESENT).unwrap();
+    let why = decide(&mut orphans, PRESENT).unwrap();
     assert!(why.contains("not allocated any more"), "{why}");
     let has_it = ApiView::Present {
         devices: Some(vec![HeldDevice::named("x")]),
     };
-    assert_eq!(judge(&mut orphans, has_it), None);
+    assert_eq!(decide(&mut orphans, has_it), None);
     assert_eq!(
         orphans.find(&prepared_claims, &kubelet, GRACE * 3),
         [],
@@ -280,7 +280,7 @@ fn a_listed_claim_is_checked_only_if_its_device_is_reallocated() {
 }
 
 #[test]
-fn a_claim_listed_until_now_is_not_freed_before_the_grace_period() {
+fn a_newly_unlisted_claim_waits_for_the_grace_period() {
     let prepared_claims = prepared_claims(&["x"]);
     let gone = BTreeMap::from([(uid(), GONE)]);
     let not_listed = |mut orphans: Orphans, before: &KubeletView| {
@@ -323,7 +323,7 @@ fn a_conflicting_claim_without_containers_is_freed_at_once() {
     assert_eq!(
         orphans.claims_to_check(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
         [],
-        "nobody wants its device"
+        "no claim needs its device"
     );
     orphans.mark_conflicting(&uid());
     assert_eq!(
@@ -362,7 +362,7 @@ fn a_conflicting_claim_without_containers_is_freed_at_once() {
 }
 
 #[test]
-fn a_claim_with_other_devices_since_is_freed_by_the_runtime() {
+fn a_claim_reallocated_since_is_freed_by_the_runtime() {
     let prepared_claims = prepared_claims(&["x"]);
     let elsewhere = ApiView::Present {
         devices: Some(vec![HeldDevice::named("y")]),

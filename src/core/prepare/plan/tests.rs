@@ -212,7 +212,7 @@ fn unknown_devices_block_every_other_prepare() {
 }
 
 #[test]
-fn unknown_devices_are_not_those_that_another_claim_holds() {
+fn unknown_devices_do_not_include_those_of_other_claims() {
     let mut prepared_claims = held(A, &[], "boot", done());
     let other = held(B, &["x"], "boot", done())
         .entry(&ClaimUid::parse(B).unwrap())
@@ -225,7 +225,7 @@ fn unknown_devices_are_not_those_that_another_claim_holds() {
 }
 
 #[test]
-fn what_cannot_be_had_is_refused_with_its_reason() {
+fn unavailable_devices_are_refused_with_a_reason() {
     let empty = PreparedClaims::new("boot", BTreeMap::new());
     for (devices, reason) in [
         (&["x", "x"][..], "InvalidHandle"),

@@ -33,18 +33,18 @@ fn faults() -> Vec<Fault> {
 
 #[test]
 fn a_fault_at_each_step_of_any_two_operations_is_survived() {
-    let mut stories = 0;
+    let mut scenarios = 0;
     for first in OPERATIONS {
         for second in OPERATIONS {
             for first_fault in faults() {
                 for second_fault in faults() {
-                    Node::new(Thought::default()).live(&[(first, first_fault), (second, second_fault)]);
-                    stories += 1;
+                    Node::new(MemoryDisk::default()).live(&[(first, first_fault), (second, second_fault)]);
+                    scenarios += 1;
                 }
             }
         }
     }
-    assert_eq!(stories, 4 * 4 * 25 * 25);
+    assert_eq!(scenarios, 4 * 4 * 25 * 25);
 }
 
 #[test]
@@ -53,7 +53,7 @@ fn a_fault_at_each_step_of_a_third_operation_is_survived() {
         for second in OPERATIONS {
             for third in OPERATIONS {
                 for fault in faults() {
-                    Node::new(Thought::default()).live(&[
+                    Node::new(MemoryDisk::default()).live(&[
                         (first, Fault::None),
                         (second, Fault::None),
                         (third, fault),
@@ -95,7 +95,7 @@ impl Traces {
     }
 }
 
-impl Node<Thought> {
+impl Node<MemoryDisk> {
     /// The process is killed at a step, and its checkpoint is lost.
     fn lose_the_checkpoint(&mut self, traces: Traces) {
         let driver = DriverName::parse("drayman.dev").unwrap();
@@ -139,7 +139,7 @@ impl Node<Thought> {
             let entry = self
                 .prepared_claims
                 .entry(&uid(*claim))
-                .expect("a claim in use is in the ledger");
+                .expect("a claim in use is recorded");
             let known: BTreeSet<&str> = entry.devices.iter().map(|held| held.device.as_str()).collect();
             assert!(
                 known.is_empty() || known == CLAIMS[*claim].iter().copied().collect(),
@@ -168,7 +168,7 @@ fn a_lost_checkpoint_frees_no_device_in_use() {
     for traces in Traces::all().filter(|traces| traces.tell_of_all()) {
         for (running, next) in [(&[][..], 0), (&[1], 2), (&[0, 2], 1), (&[1, 3], 4)] {
             for step in 0..STEPS {
-                let mut node = Node::new(Thought::default());
+                let mut node = Node::new(MemoryDisk::default());
                 for claim in running {
                     node.operate(Operation::Prepare { claim: *claim }, Fault::None);
                     assert!(node.running.contains(claim));
@@ -199,14 +199,11 @@ fn a_claim_explained_by_the_api_server_unblocks_the_others() {
         directory: true,
         list: None,
     };
-    let mut node = Node::new(Thought::default());
+    let mut node = Node::new(MemoryDisk::default());
     node.operate(Operation::Prepare { claim: 1 }, Fault::None);
     node.lose_the_checkpoint(traces);
     node.operate(Operation::Prepare { claim: 3 }, Fault::None);
-    assert!(
-        !node.running.contains(&3),
-        "nobody knows yet which devices claim 1 has"
-    );
+    assert!(!node.running.contains(&3), "the devices of claim 1 are unknown");
     for step in plan_explained(
         &node.prepared_claims,
         &inventory(),

@@ -158,7 +158,7 @@ fn an_unreadable_object_does_not_end_the_watch() {
 }
 
 #[test]
-fn a_claim_wants_what_its_parameters_in_its_own_namespace_say() {
+fn a_claim_uses_the_parameters_of_its_own_namespace() {
     let mut state = HostState::new(fixture::DRIVER);
     let requests = |count| DeviceClaimParametersSpec {
         requests: vec![DeviceRequest {
@@ -190,7 +190,7 @@ fn a_claim_wants_what_its_parameters_in_its_own_namespace_say() {
 }
 
 #[test]
-fn only_what_is_new_or_different_can_help_somebody() {
+fn only_new_and_changed_objects_are_counted() {
     let mut cache: ObjectCache<String, u8> = ObjectCache::default();
     assert_eq!(
         cache.apply(WatchUpdate::All(vec![("a".into(), Ok(1)), ("b".into(), Ok(1))])),
@@ -272,7 +272,7 @@ fn a_refused_selector_is_retried_only_after_a_change() {
     let gone = state.pending("test", &expression, now).unwrap_err();
     assert_eq!(
         gone,
-        SelectorError::Unfinished("it is in no object any more".into())
+        SelectorError::Unfinished("no object contains it any more".into())
     );
     write(&mut state, "p", &["no"]);
     assert!(state.pending("test", &expression, now).unwrap().is_some());

@@ -73,7 +73,7 @@ async fn a_namespace_with_many_expressions_gets_every_second_turn() {
 }
 
 #[tokio::test]
-async fn who_gives_up_in_the_middle_leaves_the_line_to_the_next() {
+async fn a_cancelled_caller_does_not_block_its_line() {
     let turns = FairQueue::default();
     let (namespace, expression) = ("n".into(), "x".into());
     {

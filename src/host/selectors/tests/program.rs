@@ -16,7 +16,7 @@ fn attributes() -> AttributeSet {
 
 fn evaluate(expression: &str) -> Match {
     let compiled = Compiled::new(expression).unwrap_or_else(|error| panic!("{expression}: {error}"));
-    compiled.evaluate(&Environment::new("drayman.dev"), &attributes())
+    compiled.evaluate(&CelEnvironment::new("drayman.dev"), &attributes())
 }
 
 #[test]
@@ -118,7 +118,7 @@ fn an_error_about_a_map_is_short_and_the_same_each_time() {
 }
 
 #[test]
-fn a_name_that_nobody_reads_to_its_end_is_cited_in_part() {
+fn errors_quote_only_a_part_of_long_names() {
     let long = "i".repeat(2_400);
     let made = format!("{long}{{}}.x");
     for expression in [
@@ -133,7 +133,7 @@ fn a_name_that_nobody_reads_to_its_end_is_cited_in_part() {
 }
 
 #[test]
-fn what_is_not_a_selector_is_refused_with_the_reason() {
+fn an_invalid_selector_is_refused_with_the_reason() {
     for (expression, says) in [
         ("", "0 bytes"),
         ("devices.driver == 'x'", "no variable \"devices\""),

@@ -47,7 +47,7 @@ pub(super) struct Streams {
 /// Keeps one resource registered through `kubelet.sock`.
 ///
 /// Streams of earlier registrations are left open: up to 1.35, when one ends, kubelet disconnects the current plugin of the same
-/// resource name (kubernetes#121994), which would undo the new registration.
+/// resource name (kubernetes#121994), which would end the new registration.
 pub(super) struct Registrar {
     pub(super) kubelet: PathBuf,
     pub(super) endpoint: String,
@@ -88,7 +88,7 @@ impl Registrar {
                     pause = if held { RETRY.0 } else { RETRY.1.min(pause * 2) };
                 }
                 Err(RegistrationFailure::Absent(error)) => {
-                    tracing::debug!(resource, error, "kubelet is not there yet");
+                    tracing::debug!(resource, error, "kubelet is not available yet");
                     self.state.send_replace(KubeletApiState::Waiting);
                     pause = RETRY.1.min(pause * 2);
                 }
@@ -153,7 +153,7 @@ impl Registrar {
                 () = sleep_until(watched_last + GRACE), if !watched => {
                     tracing::warn!(
                         resource = self.resource_name,
-                        "kubelet does not watch the devices; they are registered again"
+                        "kubelet does not watch the devices; registering again"
                     );
                     return held;
                 }
@@ -255,7 +255,7 @@ impl WatchedPlugin {
                 () = sleep_until(alone_since + grace), if !watched => {
                     tracing::debug!(
                         resource = self.resource_name,
-                        "kubelet does not watch the devices; the registration is made anew"
+                        "kubelet does not watch the devices; registering again"
                     );
                     if !matches!(*self.state.borrow(), KubeletApiState::Rejected { .. }) {
                         self.state.send_replace(KubeletApiState::Waiting);

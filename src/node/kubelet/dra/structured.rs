@@ -235,7 +235,7 @@ pub struct ClaimReader {
 
 /// Why the allocation of a claim is not known. The message is for the pod's event.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum ClaimError {
     #[error("namespace {namespace} or name {name} of the claim is not a valid Kubernetes name")]
     Name {

@@ -132,7 +132,7 @@ fn is_directory(path: &Path) -> Result<bool, String> {
     match path.metadata() {
         Ok(metadata) => Ok(metadata.is_dir()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(format!("{} cannot be looked at: {error}", path.display())),
+        Err(error) => Err(format!("{} cannot be accessed: {error}", path.display())),
     }
 }
 
@@ -260,7 +260,7 @@ mod tests {
         std::fs::write(&file, "").unwrap();
         remain(&file, &entries, &resources()).unwrap().unwrap_err();
         let problem = remain(&file.join("pods"), &entries, &resources()).unwrap_err();
-        assert!(problem.contains("cannot be looked at"), "{problem}");
+        assert!(problem.contains("cannot be accessed"), "{problem}");
     }
 
     #[test]

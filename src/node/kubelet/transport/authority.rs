@@ -37,7 +37,7 @@ const PRIORITY: u8 = 0x20;
 
 /// Why a connection is closed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[allow(missing_docs, reason = "the messages say it")]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum AuthorityError {
     #[error("the client does not speak HTTP/2")]
     Preface,

@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_no_method_of_ours_has_no_series_of_its_own() {
+    async fn unknown_methods_have_no_series_of_their_own() {
         let calls = Arc::new(GrpcCalls::default());
         for path in ["/", "/a/b", "/v1alpha3.Node/NodePrepareResources/x"] {
             read(answered(&calls, path, refused).await.unwrap()).await;

@@ -192,13 +192,13 @@ impl Keeper {
             self.forget();
             match self.again().await {
                 Ok(()) => {
-                    tracing::info!(path, "the socket was gone and is made again");
+                    tracing::info!(path, "the socket was removed and has been recreated");
                     (pause, complaint) = (RETRY.0, None);
                 }
                 Err(error) => {
                     let text = error.to_string();
                     if complaint.as_ref() != Some(&text) {
-                        tracing::error!(reason = error.reason(), %error, "the socket is gone and cannot be made again yet");
+                        tracing::error!(reason = error.reason(), %error, "the socket was removed and cannot be recreated yet");
                     }
                     complaint = Some(text);
                 }
@@ -231,7 +231,7 @@ impl Keeper {
         };
         let peer = stream.peer_cred().map(|peer| peer.uid());
         if !matches!(peer, Ok(uid) if may_connect(uid, rustix::process::geteuid().as_raw())) {
-            tracing::warn!(%path, ?peer, reason = "PeerRefused", "a connection is refused: its user is neither root nor ours");
+            tracing::warn!(%path, ?peer, reason = "PeerRefused", "a connection is refused: its user is neither root nor the companion's");
             return;
         }
         if self.relays.len() >= MAX_CONNECTIONS {

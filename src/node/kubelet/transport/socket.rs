@@ -44,7 +44,7 @@ pub struct SocketPath {
 pub enum SocketError {
     /// The path does not fit into a socket address.
     #[error(
-        "the socket path {path} needs {length} bytes while it is made, {MAX_PATH} are possible: choose a shorter {option}"
+        "the socket path {path} needs {length} bytes during creation; at most {MAX_PATH} are possible: choose a shorter {option}"
     )]
     PathTooLong {
         /// The path.
@@ -210,7 +210,7 @@ fn make_directory(location: &SocketPath) -> Result<(), SocketError> {
         .recursive(true)
         .mode(DIRECTORY_MODE)
         .create(directory)
-        .map_err(SocketError::io("make the directory", directory))
+        .map_err(SocketError::io("create the directory", directory))
 }
 
 /// Checks that the path is free or a stale socket, which nothing serves.
@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_directory_that_nothing_watches_is_looked_at_twice_a_second() {
+    async fn an_unwatched_directory_is_checked_twice_a_second() {
         let parent = tempfile::tempdir().unwrap();
         let mut watch = DirectoryWatch::new(parent.path());
         watch.watches.stop();

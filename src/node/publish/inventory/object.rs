@@ -169,7 +169,7 @@ fn describe(quarantine: &Quarantine) -> String {
         .map(|one| format!("{}: {}", one.claim, one.why))
         .collect();
     let text = format!(
-        "`drayman node release UID` on the node gives devices back. {}",
+        "`drayman node release UID` on the node releases devices. {}",
         all.join("; ")
     );
     text.chars().take(MOST).collect()
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(
             inventory.get("status"),
             None,
-            "what we apply must not claim the status"
+            "the applied object must not claim the status"
         );
     }
 

@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn of_what_people_were_told_kind_and_health_are_known() {
+    fn stored_devices_keep_kind_and_health() {
         let StoredDevices(devices) = serde_json::from_str::<Stored<StoredDevices>>(TEXT)
             .unwrap()
             .devices;
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn an_inventory_without_devices_or_status_is_one() {
+    fn an_inventory_without_devices_or_status_is_accepted() {
         let text = r#"{ "metadata": {}, "spec": {} }"#;
         let stored: Stored<DeviceCounts> = serde_json::from_str(text).unwrap();
         assert_eq!(stored, Stored::default());

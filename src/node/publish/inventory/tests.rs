@@ -30,7 +30,7 @@ struct InventoryServer {
     quarantine: watch::Sender<Quarantine>,
     /// A claim that is put in quarantine during a write of the devices.
     quarantined: Option<Quarantine>,
-    /// A device that somebody else has added, which server-side apply keeps.
+    /// A device that another writer has added, which server-side apply keeps.
     foreign_device: Arc<Mutex<Option<Value>>>,
     /// The answers to lists and watches of NodeInventories; there is no answer after the last.
     observed: Arc<Mutex<VecDeque<String>>>,
@@ -255,7 +255,7 @@ async fn a_foreign_write_is_repaired_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_device_that_somebody_else_added_is_removed() {
+async fn a_device_added_by_another_writer_is_removed() {
     let server = InventoryServer::default();
     *server.answers.lock().unwrap() = vec![true];
     *server.foreign_device.lock().unwrap() = Some(json!({"name": "foreign", "kind": "k"}));

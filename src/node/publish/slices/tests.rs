@@ -127,9 +127,9 @@ impl State {
                 Ok(json!(self.store(slice)))
             }
             ("DELETE", Some(known)) => {
-                let wanted = &body["preconditions"];
-                if wanted["uid"] != json!(known.uid)
-                    || wanted["resourceVersion"] != json!(known.resource_version)
+                let expected = &body["preconditions"];
+                if expected["uid"] != json!(known.uid)
+                    || expected["resourceVersion"] != json!(known.resource_version)
                 {
                     return Err(409);
                 }
@@ -472,6 +472,47 @@ async fn a_rejected_write_is_one_event_and_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_webhook_that_prevents_writes_is_one_event() {
+    for (code, message) in [
+        (
+            500,
+            "Internal error occurred: failed calling webhook \"w.example\": connection refused",
+        ),
+        (
+            400,
+            "admission webhook \"w.example\" denied the request without explanation",
+        ),
+        (403, "admission webhook \"w.example\" denied the request: no"),
+        (409, "admission webhook \"w.example\" denied the request: no"),
+        (404, "admission webhook \"w.example\" denied the request: no"),
+    ] {
+        let server = SliceServer::new();
+        let running = publish(&server, named(&[("a", true)]));
+        after(1.0).await;
+        let before = server.reads();
+        server.state().faults = vec![Fault::Reject(code, message); 3].into();
+        running.set(&[("a", true), ("b", true)]);
+        after(60.0).await;
+        assert_eq!(server.devices(), ["a", "b"], "{message}");
+        assert_eq!(server.reasons(), ["ResourceSliceRejected"], "{message}");
+        let note = server.state().events[0].1.clone();
+        assert!(
+            note.contains("w.example") && note.contains("repair the webhook"),
+            "{note}"
+        );
+        assert_eq!(running.metrics.counted().slice_writes["Webhook"], 3);
+        // The write was not executed, so nothing is read, and the pauses grow.
+        assert_eq!(server.reads(), before, "{message}");
+        let times: Vec<Instant> = server.state().writes.iter().map(|(time, _)| *time).collect();
+        let pauses: Vec<Duration> = times[1..].windows(2).map(|pair| pair[1] - pair[0]).collect();
+        assert!(
+            pauses.len() == 3 && pauses.is_sorted_by(|a, b| a < b),
+            "{pauses:?}"
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_rejected_slice_delays_no_other_slice() {
     let server = SliceServer::new();
     let running = publish(&server, many(200));
@@ -623,7 +664,7 @@ async fn a_webhooks_change_delays_no_other_slice() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_webhook_that_undoes_each_write_gets_pauses() {
+async fn a_webhook_that_reverts_each_write_gets_pauses() {
     let server = SliceServer::new();
     server.state().webhook = Some(|slice| slice.spec.pool.resource_slice_count = 7);
     let _running = publish(&server, named(&[("a", true)]));

@@ -140,7 +140,7 @@ pub(super) fn make_directory(path: &Path, mode: u32) -> Result<(), StoreError> {
         .recursive(true)
         .mode(mode)
         .create(path)
-        .map_err(StoreError::io("make directory", path))
+        .map_err(StoreError::io("create directory", path))
 }
 
 /// The lock that excludes a second process. Dropping it or killing the process releases it.
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_was_done_may_be_told_as_failed() {
+    fn a_completed_step_may_be_reported_as_failed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
         let (_, disk) = failing(DiskStep::Rename, true);
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mode_is_what_was_asked_for() {
+    fn files_have_the_requested_mode() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
         replace(&Disk::default(), &path, b"", 0o644).unwrap();
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn reading_follows_no_link_takes_no_pipe_and_knows_its_limit() {
+    fn reading_refuses_links_directories_and_large_files() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
         assert_eq!(read(&path, 10).unwrap(), None);
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_lock_is_refused_until_the_first_is_let_go() {
+    fn a_second_lock_is_refused_until_the_first_is_released() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("lock");
         let first = lock(&path).unwrap();

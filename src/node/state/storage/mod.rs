@@ -16,7 +16,7 @@ use crate::core::names::{ClaimUid, DriverName};
 use crate::core::prepare::checkpoint::{Checkpoint, CheckpointError, ClusterFacts};
 use crate::core::prepare::container_edits::{ContainerEdits, cdi_mount, cdi_spec_of_device};
 use crate::core::prepare::kubelet_state::{self, KubeletClaims, KubeletView};
-use crate::core::prepare::plan::Records;
+use crate::core::prepare::plan::Storage;
 use crate::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use crate::core::prepare::recovery::{initial_entries, unexplained, with_running};
 pub use disk::StoreError;
@@ -111,7 +111,7 @@ impl Opened {
     pub fn add_running(&mut self, running: &KubeletClaims) {
         if let Some(prepared_claims) = with_running(&self.prepared_claims, running) {
             self.prepared_claims = prepared_claims;
-            let why = "containers have claims that it did not have".to_owned();
+            let why = "it lacks claims that containers have".to_owned();
             report(&self.prepared_claims, self.rebuilt.get_or_insert(why));
         }
     }
@@ -516,11 +516,11 @@ impl Store {
         let directory = &self.checkpoint.directory;
         disk::make_directory(directory, 0o750)?;
         state.lock = disk::lock(&directory.join(LOCK))?;
-        warn!(directory = %directory.display(), "somebody has removed the lock of this companion; it is made again");
+        warn!(directory = %directory.display(), "the lock of this companion was removed; recreating it");
         Ok(())
     }
 
-    /// Sets the cluster facts; the next [`Records::save`] stores them.
+    /// Sets the cluster facts; the next [`Storage::save`] stores them.
     pub fn set_cluster(&self, cluster: ClusterFacts) {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).cluster = cluster;
     }
@@ -538,7 +538,7 @@ fn rebuild(
     let is_older = read && !traces.is_empty();
     let entries = initial_entries(checkpoint, &paths.driver, boot_id, traces, || paths.kubelet());
     let rebuilt = match unusable {
-        None if is_older => Some("it does not have claims that have a CDI file".to_owned()),
+        None if is_older => Some("it lacks claims that have a CDI file".to_owned()),
         None if !read && !entries.is_empty() => Some("it is gone".to_owned()),
         unusable => unusable,
     };
@@ -554,18 +554,18 @@ fn report(prepared_claims: &PreparedClaims, why: &str) {
     error!(
         reason = "CheckpointLost",
         claims = prepared_claims.entries().len(),
-        "the checkpoint cannot be relied on, and what claims hold was put together from the CDI files, kubelet's list and what it shows of its containers: {why}"
+        "the checkpoint is unusable; prepared claims were rebuilt from the CDI files, kubelet's list and its containers: {why}"
     );
     for (uid, entry) in prepared_claims.entries() {
-        if entry.is_unaccounted() {
-            error!(claim_uid = %uid, "which devices {} holds is not known; nothing is prepared until that is", entry.describe(uid));
+        if entry.has_unknown_devices() {
+            error!(claim_uid = %uid, "the devices that {} holds are unknown; nothing is prepared until they are known", entry.describe(uid));
         } else {
             warn!(claim_uid = %uid, devices = ?entry.devices, "{} holds these devices", entry.describe(uid));
         }
     }
 }
 
-impl Records for Store {
+impl Storage for Store {
     type Error = StoreError;
 
     fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), StoreError> {

@@ -78,7 +78,7 @@ fn prepared(root: &Path) -> PreparedClaims {
 }
 
 #[test]
-fn the_next_process_finds_what_the_last_one_stored() {
+fn the_next_process_finds_the_stored_claims() {
     let root = directory();
     let prepared_claims = prepared(root.path());
     let opened = open(root.path(), "boot").unwrap();
@@ -129,7 +129,13 @@ fn a_damaged_checkpoint_and_cdi_file_leave_devices_unknown() {
     let file = root.path().join(format!("cdi/drayman.dev-claim_{}.json", uid()));
     std::fs::write(&file, "y").unwrap();
     let opened = open(root.path(), "boot").unwrap();
-    assert!(opened.prepared_claims.entry(&uid()).unwrap().is_unaccounted());
+    assert!(
+        opened
+            .prepared_claims
+            .entry(&uid())
+            .unwrap()
+            .has_unknown_devices()
+    );
     assert!(opened.rebuilt.unwrap().contains("kept as"));
     drop(opened.store);
     // Kubelet's list provides the devices and the name of the claim.
@@ -170,7 +176,7 @@ fn everything(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 }
 
 #[test]
-fn a_look_changes_nothing_on_the_disk() {
+fn reading_the_state_changes_nothing_on_the_disk() {
     let root = directory();
     let paths = paths(root.path());
     prepared(root.path());
@@ -196,7 +202,7 @@ fn a_look_changes_nothing_on_the_disk() {
 }
 
 #[test]
-fn a_look_beside_a_running_companion_is_refused() {
+fn reading_beside_a_running_companion_is_refused() {
     let root = directory();
     let _companion = open(root.path(), "boot").unwrap();
     let error = Store::read(&paths(root.path()), "boot").unwrap_err();
@@ -204,7 +210,7 @@ fn a_look_beside_a_running_companion_is_refused() {
 }
 
 #[test]
-fn a_file_that_the_system_does_not_give_is_not_damaged() {
+fn an_unreadable_file_does_not_count_as_damaged() {
     let root = directory();
     prepared(root.path());
     let before = everything(root.path());
@@ -255,7 +261,7 @@ fn an_older_checkpoint_costs_no_claim_its_device() {
 }
 
 #[test]
-fn a_list_of_kubelets_that_cannot_be_read_is_said_to_be_unknown() {
+fn an_unreadable_kubelet_list_is_reported_as_unknown() {
     let root = directory();
     let path = root.path().join("dra_manager_state");
     let reason = || match paths(root.path()).kubelet() {
@@ -264,7 +270,7 @@ fn a_list_of_kubelets_that_cannot_be_read_is_said_to_be_unknown() {
     };
     assert!(reason().contains("there is no"));
     std::fs::write(&path, "{").unwrap();
-    assert!(reason().contains("not as kubelet"));
+    assert!(reason().contains("does not have the format of kubelet"));
     std::fs::remove_file(&path).unwrap();
     std::fs::create_dir(&path).unwrap();
     assert!(reason().contains("cannot read"));
@@ -280,7 +286,7 @@ fn storage_that_cannot_write_reports_it_and_recovers() {
     std::fs::create_dir(&obstacle).unwrap();
     store
         .save(&prepared_claims)
-        .expect("what is durable already needs no write");
+        .expect("a durable state needs no write");
     store.set_cluster(ClusterFacts::default());
     let error = store.save(&prepared_claims).unwrap_err();
     assert_eq!(error.reason(), "StorageFailed");
@@ -323,7 +329,7 @@ impl Real {
     }
 }
 
-impl Records for Real {
+impl Storage for Real {
     type Error = StoreError;
 
     fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), StoreError> {
@@ -424,7 +430,7 @@ fn damaged_checkpoints_do_not_pile_up_for_ever() {
 }
 
 #[test]
-fn a_newer_checkpoint_is_kept_under_a_telling_name() {
+fn a_newer_checkpoint_is_kept_under_a_descriptive_name() {
     let directory = tempfile::tempdir().unwrap();
     let file = CheckpointFile::new(&disk::Disk::default(), directory.path());
     // The checksum of version 3 over "{}", as a later release would write it.
@@ -453,7 +459,7 @@ fn loading_a_checkpoint_changes_nothing() {
 }
 
 #[test]
-fn a_read_that_fails_is_no_damage() {
+fn a_failed_read_does_not_count_as_damage() {
     // A name too long for the file system simulates EMFILE and EIO: the content was never read.
     let directory = tempfile::tempdir().unwrap();
     let file = CheckpointFile::new(&disk::Disk::default(), &directory.path().join("n".repeat(300)));

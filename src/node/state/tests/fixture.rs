@@ -41,10 +41,10 @@ pub(in crate::node::state) struct FakeDriver {
     pub(in crate::node::state) asked: AtomicUsize,
     /// Delays responses while the test holds the permit.
     pub(in crate::node::state) gate: tokio::sync::Semaphore,
-    /// Whether undoing fails.
+    /// Whether Unprepare fails.
     pub(in crate::node::state) stuck: AtomicBool,
-    /// The claims for which work was undone.
-    pub(in crate::node::state) undone: Mutex<BTreeSet<String>>,
+    /// The unprepared claims.
+    pub(in crate::node::state) unprepared: Mutex<BTreeSet<String>>,
 }
 
 impl FakeDriver {
@@ -58,7 +58,7 @@ impl FakeDriver {
             asked: AtomicUsize::new(0),
             gate: tokio::sync::Semaphore::new(1),
             stuck: AtomicBool::new(false),
-            undone: Mutex::default(),
+            unprepared: Mutex::default(),
         };
         said.say(names, "test", Mode::Claims);
         Arc::new(said)
@@ -160,21 +160,21 @@ impl NodeDriver for FakeDriver {
                 problem: "it does not answer".into(),
             });
         }
-        self.undone.lock().unwrap().insert(claim.uid.clone());
+        self.unprepared.lock().unwrap().insert(claim.uid.clone());
         Ok(())
     }
 }
 
 /// One run of a companion on a node.
-pub(in crate::node::state) struct Life {
+pub(in crate::node::state) struct Run {
     pub(in crate::node::state) handle: NodeService,
     pub(in crate::node::state) inventory: watch::Receiver<Arc<Devices>>,
     pub(in crate::node::state) cluster: watch::Sender<ClusterFacts>,
     pub(in crate::node::state) doubt: Arc<Notify>,
     /// The API server's view of the claims of this node.
-    pub(in crate::node::state) announcer: watch::Sender<Arc<AllocatedClaims>>,
+    pub(in crate::node::state) publisher: watch::Sender<Arc<AllocatedClaims>>,
     /// The configured extended resources.
-    pub(in crate::node::state) wanted: watch::Sender<Arc<BTreeMap<String, ExtendedResource>>>,
+    pub(in crate::node::state) configured: watch::Sender<Arc<BTreeMap<String, ExtendedResource>>>,
     pub(in crate::node::state) task: JoinHandle<()>,
 }
 
@@ -227,7 +227,7 @@ pub(in crate::node::state) fn paths(root: &Path) -> Paths {
     }
 }
 
-pub(in crate::node::state) async fn live(root: &Path, boot_id: &str, driver: &Arc<FakeDriver>) -> Life {
+pub(in crate::node::state) async fn live(root: &Path, boot_id: &str, driver: &Arc<FakeDriver>) -> Run {
     live_beside(root, boot_id, driver, None).await
 }
 
@@ -237,10 +237,10 @@ pub(in crate::node::state) async fn live_beside(
     boot_id: &str,
     driver: &Arc<FakeDriver>,
     kubelet: Option<Arc<Kubelet>>,
-) -> Life {
-    let (owner, life) = begin(root, boot_id, driver, kubelet).await;
+) -> Run {
+    let (owner, run) = begin(root, boot_id, driver, kubelet).await;
     let task = tokio::spawn(owner.run());
-    Life { task, ..life }
+    Run { task, ..run }
 }
 
 /// The same before it serves requests; the task is a dummy.
@@ -249,7 +249,7 @@ pub(in crate::node::state) async fn begin(
     boot_id: &str,
     driver: &Arc<FakeDriver>,
     kubelet: Option<Arc<Kubelet>>,
-) -> (NodeState<FakeDriver>, Life) {
+) -> (NodeState<FakeDriver>, Run) {
     begin_with(root, boot_id, driver, kubelet, None).await
 }
 
@@ -279,12 +279,12 @@ pub(in crate::node::state) async fn begin_with(
     driver: &Arc<FakeDriver>,
     kubelet: Option<Arc<Kubelet>>,
     runtime: Option<Arc<Runtime>>,
-) -> (NodeState<FakeDriver>, Life) {
+) -> (NodeState<FakeDriver>, Run) {
     let paths = paths(root);
     let opened = Store::open(&paths, boot_id).unwrap();
     let (cluster, receiver) = watch::channel(ClusterFacts::default());
     let doubt = Arc::new(Notify::new());
-    let (announcer, allocated) = watch::channel(Arc::default());
+    let (publisher, allocated) = watch::channel(Arc::default());
     let camera = ExtendedResource {
         also_by_claims: kubelet.is_some(),
         cdi_devices: true,
@@ -294,7 +294,7 @@ pub(in crate::node::state) async fn begin_with(
         pre_start_check: true,
         ..ExtendedResource::of_kind("serial")
     };
-    let (wanted, resources) = watch::channel(Arc::new(BTreeMap::from([
+    let (configured, resources) = watch::channel(Arc::new(BTreeMap::from([
         ("example.com/camera".to_owned(), camera),
         ("example.com/serial".to_owned(), serial),
     ])));
@@ -304,7 +304,7 @@ pub(in crate::node::state) async fn begin_with(
             .map(|runtime| runtime as Arc<dyn ContainerRuntime>),
         Arc::default(),
     );
-    let (published, inventory) = watch::channel(Arc::default());
+    let (inventory_sender, inventory) = watch::channel(Arc::default());
     let owner = NodeState::start(NodeStateOptions {
         paths,
         orphan_grace: Duration::ZERO,
@@ -320,36 +320,36 @@ pub(in crate::node::state) async fn begin_with(
         withdrawn: Some(WithdrawnDevices::default()),
         metrics: Arc::default(),
         backend,
-        inventory: published,
+        inventory: inventory_sender,
     })
     .await;
-    let life = Life {
+    let run = Run {
         handle,
         inventory,
         cluster,
         doubt,
-        announcer,
-        wanted,
+        publisher,
+        configured,
         task: tokio::spawn(async {}),
     };
-    (owner, life)
+    (owner, run)
 }
 
 pub(in crate::node::state) async fn live_and_know(
     root: &Path,
     boot_id: &str,
     driver: &Arc<FakeDriver>,
-) -> Life {
-    let life = live(root, boot_id, driver).await;
-    life.cluster.send_replace(ClusterFacts {
+) -> Run {
+    let run = live(root, boot_id, driver).await;
+    run.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
         claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
         minor: None,
     });
-    life
+    run
 }
 
-impl Life {
+impl Run {
     pub(in crate::node::state) async fn end(self) {
         drop(self.handle);
         self.task.await.unwrap();
@@ -415,9 +415,9 @@ pub(in crate::node::state) async fn soon<T>(wait: impl Future<Output = T>) -> T 
 }
 
 /// Waits until the CDI files are these.
-pub(in crate::node::state) async fn until_files(root: &Path, wanted: &[String]) {
+pub(in crate::node::state) async fn until_files(root: &Path, expected: &[String]) {
     soon(async {
-        while files(root) != wanted {
+        while files(root) != expected {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     })

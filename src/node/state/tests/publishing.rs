@@ -13,8 +13,8 @@ async fn allocate_and_prepare_copy_none_of_a_thousand_devices() {
     let names: Vec<String> = (0..1_000).map(|number| format!("port-{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     driver.say(&names, "serial", Mode::ExtendedResource);
-    let (mut owner, life) = begin(root.path(), "boot", &driver, None).await;
-    assert_eq!(life.inventory.borrow().len(), 1_000);
+    let (mut owner, run) = begin(root.path(), "boot", &driver, None).await;
+    assert_eq!(run.inventory.borrow().len(), 1_000);
     assert!(
         !owner.rebuild_inventory() && !owner.publish(),
         "nothing has happened since"
@@ -24,7 +24,7 @@ async fn allocate_and_prepare_copy_none_of_a_thousand_devices() {
         assert_eq!(allocated.unwrap().len(), 1);
         assert!(
             !owner.rebuild_inventory() && !owner.publish(),
-            "nothing is looked through for an Allocate"
+            "an Allocate rebuilds no list"
         );
     }
 
@@ -32,7 +32,7 @@ async fn allocate_and_prepare_copy_none_of_a_thousand_devices() {
     owner.found.changed().await.unwrap();
     owner.refresh().await;
     owner.publish();
-    life.cluster.send_replace(ClusterFacts {
+    run.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
         claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
         minor: None,
@@ -45,16 +45,16 @@ async fn allocate_and_prepare_copy_none_of_a_thousand_devices() {
         "the prepared claims have changed"
     );
     assert!(Arc::ptr_eq(&before, &owner.inventory), "the devices are the same");
-    assert!(Arc::ptr_eq(&before, &life.inventory.borrow()));
+    assert!(Arc::ptr_eq(&before, &run.inventory.borrow()));
 }
 
 #[tokio::test]
 async fn a_device_that_vanishes_during_a_prepare_loses_its_file() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    life.prepare(A, &["x"]).await.unwrap();
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    run.prepare(A, &["x"]).await.unwrap();
     let closed = driver.gate.acquire().await.unwrap();
-    let (prepared, ()) = tokio::join!(life.prepare(B, &["y"]), async {
+    let (prepared, ()) = tokio::join!(run.prepare(B, &["y"]), async {
         // Yield until the task waits for its driver and has received the next list.
         for _ in 0..100 {
             tokio::task::yield_now().await;
@@ -73,7 +73,7 @@ async fn a_device_that_vanishes_during_a_prepare_loses_its_file() {
         }
     });
     assert!(gone.await.is_ok(), "{:?}", files(root.path()));
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
@@ -83,8 +83,8 @@ async fn two_devices_at_one_container_path_are_refused_and_not_held() {
         let path = "/dev/port".to_owned();
         driver.renamed.lock().unwrap().insert(device.into(), path);
     }
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    let refused = life.prepare(A, &["x", "y"]).await.unwrap_err();
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    let refused = run.prepare(A, &["x", "y"]).await.unwrap_err();
     assert_eq!(
         (refused.reason(), refused.is_invalid_request()),
         ("ContainerPathTaken", false)
@@ -93,28 +93,28 @@ async fn two_devices_at_one_container_path_are_refused_and_not_held() {
         assert!(refused.to_string().contains(word), "{word} in {refused}");
     }
     assert_eq!(files(root.path()), Vec::<String>::new());
-    life.prepare(A, &["x"]).await.unwrap();
-    life.prepare(B, &["y"])
+    run.prepare(A, &["x"]).await.unwrap();
+    run.prepare(B, &["y"])
         .await
         .expect("another claim, another container");
-    life.unprepare(A).await.unwrap();
-    life.unprepare(B).await.unwrap();
+    run.unprepare(A).await.unwrap();
+    run.unprepare(B).await.unwrap();
 
     for resource in [SERIAL, "example.com/camera"] {
         let kind = resource.trim_start_matches("example.com/");
         driver.say(&["x", "y"], kind, Mode::ExtendedResource);
-        let mut devices = life.handle.plugin_devices(resource).unwrap();
+        let mut devices = run.handle.plugin_devices(resource).unwrap();
         devices.wait_for(|devices| devices.len() == 2).await.unwrap();
         let allocate = async |containers: &[&[&str]]| {
             let ids = |ids: &&[&str]| ids.iter().map(|id| (*id).to_owned()).collect();
             let containers = containers.iter().map(ids).collect();
-            life.handle.allocate(resource, containers).await
+            run.handle.allocate(resource, containers).await
         };
         let refused = allocate(&[&["x", "y"]]).await.unwrap_err();
         assert_eq!(refused.reason(), "ContainerPathTaken", "{resource}");
         assert_eq!(allocate(&[&["x"], &["y"]]).await.unwrap().len(), 2);
     }
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
@@ -123,9 +123,9 @@ async fn a_node_of_two_devices_is_there_once_with_all_permissions() {
     for (device, permissions) in [("x", "r"), ("y", "rw")] {
         driver.control.lock().unwrap().insert(device.into(), permissions);
     }
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    life.prepare(A, &["x", "y"]).await.unwrap();
-    life.prepare(B, &["x"]).await.unwrap_err();
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    run.prepare(A, &["x", "y"]).await.unwrap();
+    run.prepare(B, &["x"]).await.unwrap_err();
     let control = |uid: &str| {
         let spec: Spec =
             serde_json::from_slice(&std::fs::read(root.path().join("cdi").join(file(uid))).unwrap()).unwrap();
@@ -137,16 +137,16 @@ async fn a_node_of_two_devices_is_there_once_with_all_permissions() {
         control.map(|node| node.permissions).collect::<Vec<_>>()
     };
     assert_eq!(control(A), ["rw"]);
-    life.unprepare(A).await.unwrap();
-    life.prepare(B, &["x"]).await.unwrap();
-    assert_eq!(control(B), ["r"], "no more than its own device brings");
-    life.unprepare(B).await.unwrap();
+    run.unprepare(A).await.unwrap();
+    run.prepare(B, &["x"]).await.unwrap();
+    assert_eq!(control(B), ["r"], "only the permissions of its own device");
+    run.unprepare(B).await.unwrap();
 
     driver.say(&["x", "y"], "serial", Mode::ExtendedResource);
-    let mut devices = life.handle.plugin_devices(SERIAL).unwrap();
+    let mut devices = run.handle.plugin_devices(SERIAL).unwrap();
     devices.wait_for(|devices| devices.len() == 2).await.unwrap();
     let containers = vec![vec!["x".to_owned(), "y".to_owned()]];
-    let granted = life.handle.allocate(SERIAL, containers).await.unwrap();
+    let granted = run.handle.allocate(SERIAL, containers).await.unwrap();
     let control = granted[0]
         .device_nodes
         .iter()
@@ -155,5 +155,5 @@ async fn a_node_of_two_devices_is_there_once_with_all_permissions() {
         control.map(|node| node.permissions.as_str()).collect::<Vec<_>>(),
         ["rw"]
     );
-    life.end().await;
+    run.end().await;
 }

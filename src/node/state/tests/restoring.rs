@@ -4,27 +4,27 @@ use crate::api::crd::Mode;
 #[tokio::test]
 async fn a_file_that_could_not_be_restored_is_restored_later() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    life.prepare(A, &["x"]).await.unwrap();
-    life.prepare(B, &["y"]).await.unwrap();
-    life.end().await;
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    run.prepare(A, &["x"]).await.unwrap();
+    run.prepare(B, &["y"]).await.unwrap();
+    run.end().await;
     std::fs::remove_dir_all(root.path().join("cdi")).unwrap();
     let obstacle = root.path().join(format!("cdi/{}.tmp", file(A)));
     std::fs::create_dir_all(&obstacle).unwrap();
 
-    let life = live_and_know(root.path(), "boot", &driver).await;
+    let run = live_and_know(root.path(), "boot", &driver).await;
     let left = format!("{}.tmp", file(A));
     assert_eq!(files(root.path()), [left, file(B)]);
     std::fs::remove_dir(&obstacle).unwrap();
     until_files(root.path(), &[file(A), file(B)]).await;
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn a_file_of_an_unreadable_device_is_restored_later() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    life.prepare(A, &["x"]).await.unwrap();
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    run.prepare(A, &["x"]).await.unwrap();
     driver.gone.lock().unwrap().insert("x".into());
     driver.say(&["x"], "other", Mode::Claims);
     until_files(root.path(), &[]).await;
@@ -33,12 +33,12 @@ async fn a_file_of_an_unreadable_device_is_restored_later() {
 
     // A failed call also removes the CDI file of a claim in use.
     driver.gone.lock().unwrap().insert("x".into());
-    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason(), "DeviceGone");
+    assert_eq!(run.prepare(A, &["x"]).await.unwrap_err().reason(), "DeviceGone");
     assert_eq!(files(root.path()), Vec::<String>::new());
     driver.gone.lock().unwrap().clear();
     until_files(root.path(), &[file(A)]).await;
-    life.unprepare(A).await.unwrap();
-    life.end().await;
+    run.unprepare(A).await.unwrap();
+    run.end().await;
 }
 
 #[tokio::test]
@@ -46,9 +46,9 @@ async fn a_file_that_could_not_be_written_is_written_later() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say(&["x"], "camera", Mode::ExtendedResource);
     driver.gone.lock().unwrap().insert("x".into());
-    let life = live(root.path(), "boot", &driver).await;
+    let run = live(root.path(), "boot", &driver).await;
     assert_eq!(files(root.path()), Vec::<String>::new());
     driver.gone.lock().unwrap().clear();
     until_files(root.path(), &["drayman.dev-device_x.json".to_owned()]).await;
-    life.end().await;
+    run.end().await;
 }

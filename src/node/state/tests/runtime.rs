@@ -44,22 +44,22 @@ async fn check_orphans(service: &NodeService, begin: Instant) -> Option<()> {
 }
 
 /// A companion that is queried for claims the API server no longer has.
-async fn life(
+async fn run(
     root: &Path,
     driver: &Arc<FakeDriver>,
     runtime: &Arc<Runtime>,
-) -> (Life, tokio::task::JoinHandle<()>) {
-    let (owner, life) = begin_with(root, "boot", driver, None, Some(runtime.clone())).await;
-    let life = Life {
+) -> (Run, tokio::task::JoinHandle<()>) {
+    let (owner, run) = begin_with(root, "boot", driver, None, Some(runtime.clone())).await;
+    let run = Run {
         task: tokio::spawn(owner.run()),
-        ..life
+        ..run
     };
-    life.cluster.send_replace(ClusterFacts {
+    run.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
         claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
         minor: None,
     });
-    let service = life.handle.clone();
+    let service = run.handle.clone();
     let orphan_check = tokio::spawn(async move {
         let begin = Instant::now();
         loop {
@@ -69,7 +69,7 @@ async fn life(
             }
         }
     });
-    (life, orphan_check)
+    (run, orphan_check)
 }
 
 #[tokio::test(start_paused = true)]
@@ -77,10 +77,10 @@ async fn a_deleted_claim_gives_way_when_its_container_has_ended() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
     let runtime = Arc::new(Runtime::default());
-    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
-    life.prepare(A, &["x"]).await.unwrap();
+    let (run, orphan_check) = run(root.path(), &driver, &runtime).await;
+    run.prepare(A, &["x"]).await.unwrap();
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
-    let refused = life.prepare(B, &["x"]).await.unwrap_err();
+    let refused = run.prepare(B, &["x"]).await.unwrap_err();
     assert_eq!(refused.reason(), "DeviceHeld");
     assert!(refused.to_string().contains("pod default/forced"), "{refused}");
     assert_eq!(
@@ -90,13 +90,13 @@ async fn a_deleted_claim_gives_way_when_its_container_has_ended() {
     );
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(7)]);
     // A check that began before the container ended may decide the first attempt; kubelet retries.
-    if life.prepare(B, &["x"]).await.is_err() {
-        life.prepare(B, &["x"]).await.unwrap();
+    if run.prepare(B, &["x"]).await.is_err() {
+        run.prepare(B, &["x"]).await.unwrap();
     }
     assert_eq!(files(root.path()), [file(B)]);
     orphan_check.abort();
     let _ = orphan_check.await;
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
@@ -104,15 +104,15 @@ async fn a_container_waits_until_another_no_longer_has_its_device() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "camera", Mode::ExtendedResource);
     let runtime = Arc::new(Runtime::default());
-    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
+    let (run, orphan_check) = run(root.path(), &driver, &runtime).await;
     let resource = "example.com/camera";
-    assert!(life.handle.checks_start(resource), "each start is asked for");
+    assert!(run.handle.checks_start(resource), "each start is asked for");
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
-    life.handle
+    run.handle
         .allocate(resource, vec![vec!["x".to_owned()]])
         .await
         .unwrap();
-    let refused = life
+    let refused = run
         .handle
         .check_start(resource, vec!["x".to_owned()])
         .await
@@ -123,13 +123,13 @@ async fn a_container_waits_until_another_no_longer_has_its_device() {
     );
     assert!(refused.to_string().contains("pod default/forced"), "{refused}");
     *runtime.0.lock().unwrap() = RuntimeContainers::default();
-    life.handle
+    run.handle
         .check_start(resource, vec!["x".to_owned()])
         .await
         .unwrap();
     orphan_check.abort();
     let _ = orphan_check.await;
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
@@ -137,17 +137,17 @@ async fn a_claim_waits_until_no_container_has_its_device() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
     let runtime = Arc::new(Runtime::default());
-    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
+    let (run, orphan_check) = run(root.path(), &driver, &runtime).await;
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
-    let refused = life.prepare(A, &["x"]).await.unwrap_err();
+    let refused = run.prepare(A, &["x"]).await.unwrap_err();
     assert_eq!(refused.reason(), "DeviceHeld");
     assert!(refused.to_string().contains("pod default/forced"), "{refused}");
     assert_eq!(files(root.path()), Vec::<String>::new());
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(7)]);
-    life.prepare(A, &["x"]).await.unwrap();
+    run.prepare(A, &["x"]).await.unwrap();
     orphan_check.abort();
     let _ = orphan_check.await;
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
@@ -155,14 +155,14 @@ async fn a_list_of_containers_counts_until_a_claim_is_released() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
     let runtime = Arc::new(Runtime::default());
-    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
+    let (run, orphan_check) = run(root.path(), &driver, &runtime).await;
     let show = |containers| *runtime.0.lock().unwrap() = RuntimeContainers(containers);
-    life.prepare(A, &["x"]).await.unwrap();
-    let early = life.handle.list_containers().await;
+    run.prepare(A, &["x"]).await.unwrap();
+    let early = run.handle.list_containers().await;
     show(vec![container(6)]);
-    life.unprepare(A).await.unwrap();
+    run.unprepare(A).await.unwrap();
     let with = async |containers| {
-        let mut answers = life.handle.prepare(vec![claim(B, &["x"])], containers).await;
+        let mut answers = run.handle.prepare(vec![claim(B, &["x"])], containers).await;
         answers.remove(0).map_err(|error| error.to_string())
     };
     let refused = with(early).await.unwrap_err();
@@ -170,17 +170,17 @@ async fn a_list_of_containers_counts_until_a_claim_is_released() {
         refused.contains("pod default/forced"),
         "the list is outdated: {refused}"
     );
-    let recent = life.handle.list_containers().await;
+    let recent = run.handle.list_containers().await;
     show(Vec::new());
     let refused = with(recent).await.unwrap_err();
     assert!(
         refused.contains("pod default/forced"),
         "the list counts: {refused}"
     );
-    with(life.handle.list_containers().await).await.unwrap();
+    with(run.handle.list_containers().await).await.unwrap();
     orphan_check.abort();
     let _ = orphan_check.await;
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
@@ -190,15 +190,15 @@ async fn a_claim_that_waited_for_kubelet_has_its_callers_list() {
     let (kubelet, runtime) = (Arc::new(Kubelet::default()), Arc::new(Runtime::default()));
     *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
     let started = begin_with(root.path(), "boot", &driver, Some(kubelet), Some(runtime.clone()));
-    let (mut owner, life) = started.await;
-    life.cluster.send_replace(ClusterFacts {
+    let (mut owner, run) = started.await;
+    run.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
         claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
         minor: None,
     });
     owner.update_cluster().await;
     runtime.1.store(true, Ordering::SeqCst);
-    let unanswered = life.handle.list_containers().await;
+    let unanswered = run.handle.list_containers().await;
     // Another query would find a container with the device.
     runtime.1.store(false, Ordering::SeqCst);
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
@@ -235,8 +235,8 @@ async fn an_orphan_keeps_a_device_of_a_privileged_container() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
     let runtime = Arc::new(Runtime::default());
-    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
-    life.prepare(A, &["x"]).await.unwrap();
+    let (run, orphan_check) = run(root.path(), &driver, &runtime).await;
+    run.prepare(A, &["x"]).await.unwrap();
     let empty = r#"{"version":"v1","checksum":0}"#;
     std::fs::write(root.path().join("dra_manager_state"), empty).unwrap();
     // Its device numbers are those of the whole host, so they are not used.
@@ -248,25 +248,25 @@ async fn an_orphan_keeps_a_device_of_a_privileged_container() {
         ..container(6)
     };
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![privileged]);
-    check_orphans(&life.handle, Instant::now()).await.unwrap();
-    let refused = life.prepare(B, &["x"]).await.unwrap_err();
+    check_orphans(&run.handle, Instant::now()).await.unwrap();
+    let refused = run.prepare(B, &["x"]).await.unwrap_err();
     assert_eq!(refused.reason(), "DeviceHeld");
     *runtime.0.lock().unwrap() = RuntimeContainers::default();
-    check_orphans(&life.handle, Instant::now()).await.unwrap();
-    life.prepare(B, &["x"]).await.unwrap();
+    check_orphans(&run.handle, Instant::now()).await.unwrap();
+    run.prepare(B, &["x"]).await.unwrap();
     assert_eq!(files(root.path()), [file(B)]);
     orphan_check.abort();
     let _ = orphan_check.await;
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_container_of_an_unprepared_claim_keeps_its_device() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let runtime = Arc::new(Runtime::default());
-    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
-    life.prepare(A, &["x"]).await.unwrap();
-    life.unprepare(A).await.unwrap();
+    let (run, orphan_check) = run(root.path(), &driver, &runtime).await;
+    run.prepare(A, &["x"]).await.unwrap();
+    run.unprepare(A).await.unwrap();
     let privileged = RuntimeContainer {
         given: ContainerDevices {
             cdi_devices: [format!("drayman.dev/claim={A}-x")].into(),
@@ -275,12 +275,12 @@ async fn a_container_of_an_unprepared_claim_keeps_its_device() {
         ..container(6)
     };
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![privileged]);
-    let refused = life.prepare(B, &["x"]).await.unwrap_err();
+    let refused = run.prepare(B, &["x"]).await.unwrap_err();
     assert!(refused.to_string().contains("pod default/forced"), "{refused}");
-    life.prepare(A, &["x"]).await.unwrap();
+    run.prepare(A, &["x"]).await.unwrap();
     orphan_check.abort();
     let _ = orphan_check.await;
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -288,43 +288,41 @@ async fn a_runtime_that_stops_answering_stops_new_claims_only() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let runtime = Arc::new(Runtime::default());
     let fail = |fails| runtime.1.store(fails, Ordering::SeqCst);
-    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
+    let (run, orphan_check) = run(root.path(), &driver, &runtime).await;
     fail(true);
-    life.prepare(A, &["x"]).await.unwrap();
-    life.unprepare(A).await.unwrap();
+    run.prepare(A, &["x"]).await.unwrap();
+    run.unprepare(A).await.unwrap();
     fail(false);
-    life.prepare(A, &["x"]).await.unwrap();
+    run.prepare(A, &["x"]).await.unwrap();
     fail(true);
-    life.prepare(A, &["x"]).await.unwrap();
-    life.unprepare(A).await.unwrap();
-    let refused = life.prepare(B, &["x"]).await.unwrap_err();
+    run.prepare(A, &["x"]).await.unwrap();
+    run.unprepare(A).await.unwrap();
+    let refused = run.prepare(B, &["x"]).await.unwrap_err();
     assert_eq!(
         (refused.reason(), refused.is_invalid_request()),
         ("ContainerRuntimeUnavailable", false)
     );
     assert!(refused.to_string().contains("no answer within 5 s"), "{refused}");
-    let start = life
-        .handle
-        .check_start("example.com/camera", vec!["x".to_owned()]);
+    let start = run.handle.check_start("example.com/camera", vec!["x".to_owned()]);
     start.await.unwrap();
     orphan_check.abort();
     let _ = orphan_check.await;
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_lost_claim_is_quarantined_while_the_runtime_is_silent() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let runtime = Arc::new(Runtime::default());
-    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
-    life.prepare(A, &["x"]).await.unwrap();
+    let (run, orphan_check) = run(root.path(), &driver, &runtime).await;
+    run.prepare(A, &["x"]).await.unwrap();
     let empty = r#"{"version":"v1","checksum":0}"#;
     std::fs::write(root.path().join("dra_manager_state"), empty).unwrap();
     runtime.1.store(true, Ordering::SeqCst);
-    let check = check_orphans(&life.handle, Instant::now());
+    let check = check_orphans(&run.handle, Instant::now());
     let repeated = tokio::time::timeout(Duration::from_secs(100), check).await;
     assert!(repeated.is_err(), "it is repeated until the runtime answers");
-    let holdings = life.handle.holdings().await.unwrap();
+    let holdings = run.handle.holdings().await.unwrap();
     assert!(
         holdings[0]
             .quarantine
@@ -332,11 +330,11 @@ async fn a_lost_claim_is_quarantined_while_the_runtime_is_silent() {
         "{holdings:?}"
     );
     runtime.1.store(false, Ordering::SeqCst);
-    check_orphans(&life.handle, Instant::now()).await.unwrap();
-    assert!(life.handle.holdings().await.unwrap().is_empty());
+    check_orphans(&run.handle, Instant::now()).await.unwrap();
+    assert!(run.handle.holdings().await.unwrap().is_empty());
     orphan_check.abort();
     let _ = orphan_check.await;
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -344,26 +342,26 @@ async fn a_claim_in_order_again_gets_its_file_back() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
     let runtime = Arc::new(Runtime::default());
-    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
+    let (run, orphan_check) = run(root.path(), &driver, &runtime).await;
     orphan_check.abort();
     let _ = orphan_check.await;
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
     let begin = Instant::now();
     let check = async |answer: ApiView| {
         let now = begin.elapsed();
-        life.handle.find_orphans(now).await.unwrap();
+        run.handle.find_orphans(now).await.unwrap();
         let answers = BTreeMap::from([(ClaimUid::parse(A).unwrap(), answer)]);
-        let report = life.handle.decide_orphans(now, answers).await.unwrap();
+        let report = run.handle.decide_orphans(now, answers).await.unwrap();
         report.again
     };
     let missing = Vec::<String>::new();
     // Kubelet asks for the claim again after the first check, so that its file must be removed again.
     for _ in 0..2 {
         *runtime.0.lock().unwrap() = RuntimeContainers::default();
-        life.prepare(A, &["x"]).await.unwrap();
+        run.prepare(A, &["x"]).await.unwrap();
         assert_eq!(files(root.path()), [file(A)]);
         *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
-        life.prepare(B, &["x"]).await.unwrap_err();
+        run.prepare(B, &["x"]).await.unwrap_err();
         let again = check(ApiView::Gone).await;
         assert!(again.is_some(), "a container may have been created just before");
         assert_eq!(files(root.path()), missing);
@@ -376,14 +374,14 @@ async fn a_claim_in_order_again_gets_its_file_back() {
     };
     check(present).await;
     until_files(root.path(), &[file(A)]).await;
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn an_unprepared_claim_is_no_longer_in_quarantine() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
-    let (mut owner, life) = begin(root.path(), "boot", &driver, None).await;
-    life.cluster.send_replace(ClusterFacts {
+    let (mut owner, run) = begin(root.path(), "boot", &driver, None).await;
+    run.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
         claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
         minor: None,
@@ -402,20 +400,20 @@ async fn an_unprepared_claim_is_no_longer_in_quarantine() {
     owner.unprepare_all(vec![claim]).await;
     assert!(owner.orphans.quarantine().is_empty());
     // Even if other claims stay, a check publishes that.
-    soon(life.handle.check_due()).await;
+    soon(run.handle.check_due()).await;
 }
 
 #[tokio::test]
 async fn a_device_is_withheld_before_its_quarantine_is_published() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    life.prepare(A, &["x"]).await.unwrap();
-    life.handle.find_orphans(Duration::ZERO).await.unwrap();
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    run.prepare(A, &["x"]).await.unwrap();
+    run.handle.find_orphans(Duration::ZERO).await.unwrap();
     // Kubelet's list cannot be read.
     let answers = BTreeMap::from([(ClaimUid::parse(A).unwrap(), ApiView::Gone)]);
-    let report = life.handle.decide_orphans(Duration::ZERO, answers).await.unwrap();
+    let report = run.handle.decide_orphans(Duration::ZERO, answers).await.unwrap();
     assert_eq!(report.quarantine.len(), 1);
-    let withheld = life.inventory.borrow().get("x").cloned().unwrap();
+    let withheld = run.inventory.borrow().get("x").cloned().unwrap();
     assert!(withheld.unhealthy.is_some(), "{withheld:?}");
-    life.end().await;
+    run.end().await;
 }

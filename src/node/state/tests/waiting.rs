@@ -9,26 +9,26 @@ use crate::core::prepare::containers::ResourceSnapshot;
 use crate::node::service::ServiceError;
 
 /// A node whose cameras have mode `both`, and a kubelet that shows no container.
-async fn live_with_cameras() -> (tempfile::TempDir, Life, Arc<Kubelet>) {
+async fn live_with_cameras() -> (tempfile::TempDir, Run, Arc<Kubelet>) {
     let root = tempfile::tempdir().unwrap();
     let (driver, kubelet) = (FakeDriver::new(&[]), Arc::new(Kubelet::default()));
     driver.say(&["x", "y"], "camera", Mode::Both);
     *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
-    let life = live_beside(root.path(), "boot", &driver, Some(kubelet.clone())).await;
-    life.cluster.send_replace(ClusterFacts {
+    let run = live_beside(root.path(), "boot", &driver, Some(kubelet.clone())).await;
+    run.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
         claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
         minor: None,
     });
-    life.announcer.send_replace(Arc::new(AllocatedClaims::none()));
-    (root, life, kubelet)
+    run.publisher.send_replace(Arc::new(AllocatedClaims::none()));
+    (root, run, kubelet)
 }
 
 /// Kubelet stops answering, and a claim for a camera waits for it.
-async fn waits(life: &Life, kubelet: &Kubelet) -> JoinHandle<Result<Vec<String>, ServiceError>> {
+async fn waits(run: &Run, kubelet: &Kubelet) -> JoinHandle<Result<Vec<String>, ServiceError>> {
     kubelet.hangs.store(true, Ordering::SeqCst);
     let queries = kubelet.queries.load(Ordering::SeqCst);
-    let handle = life.handle.clone();
+    let handle = run.handle.clone();
     let prepared = tokio::spawn(async move { handle.prepare(vec![claim(A, &["x"])], None).await.remove(0) });
     soon(async {
         while kubelet.queries.load(Ordering::SeqCst) == queries {
@@ -40,57 +40,57 @@ async fn waits(life: &Life, kubelet: &Kubelet) -> JoinHandle<Result<Vec<String>,
 }
 
 #[tokio::test]
-async fn a_kubelet_that_hangs_delays_only_who_asks_for_it() {
-    let (_root, life, kubelet) = live_with_cameras().await;
-    let waiting = waits(&life, &kubelet).await;
+async fn a_hanging_kubelet_delays_only_requests_that_need_it() {
+    let (_root, run, kubelet) = live_with_cameras().await;
+    let waiting = waits(&run, &kubelet).await;
     let containers = vec![vec!["y".to_owned()]];
-    soon(life.handle.allocate("example.com/camera", containers))
+    soon(run.handle.allocate("example.com/camera", containers))
         .await
         .unwrap();
-    soon(life.unprepare(B)).await.unwrap();
+    soon(run.unprepare(B)).await.unwrap();
     assert!(!waiting.is_finished());
     kubelet.hangs.store(false, Ordering::SeqCst);
     soon(waiting).await.unwrap().unwrap();
-    life.end().await;
+    run.end().await;
 }
 
 #[tokio::test]
 async fn a_claim_unprepared_while_it_waits_is_not_prepared() {
-    let (_root, life, kubelet) = live_with_cameras().await;
-    let waiting = waits(&life, &kubelet).await;
-    soon(life.unprepare(A)).await.unwrap();
+    let (_root, run, kubelet) = live_with_cameras().await;
+    let waiting = waits(&run, &kubelet).await;
+    soon(run.unprepare(A)).await.unwrap();
     kubelet.hangs.store(false, Ordering::SeqCst);
     let refused = soon(waiting).await.unwrap().unwrap_err();
-    assert!(refused.to_string().contains("unprepared"), "{refused}");
-    life.prepare(B, &["x"]).await.unwrap();
-    life.end().await;
+    assert!(refused.to_string().contains("called Unprepare"), "{refused}");
+    run.prepare(B, &["x"]).await.unwrap();
+    run.end().await;
 }
 
 #[tokio::test]
-async fn kubelet_is_asked_once_for_all_former_names() {
-    let (_root, life, kubelet) = live_with_cameras().await;
+async fn kubelet_is_queried_once_for_all_withdrawn_names() {
+    let (_root, run, kubelet) = live_with_cameras().await;
     let resources = |names: &[&str]| {
         let resource = |name: &&str| ((*name).to_owned(), ExtendedResource::of_kind("camera"));
         Arc::new(names.iter().map(resource).collect::<BTreeMap<_, _>>())
     };
     let before = ["example.com/a", "example.com/b", "example.com/c"];
-    life.wanted.send_replace(resources(&before));
+    run.configured.send_replace(resources(&before));
     soon(async {
-        while life.handle.plugin_devices("example.com/c").is_none() {
+        while run.handle.plugin_devices("example.com/c").is_none() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     })
     .await;
     let queries = kubelet.queries.load(Ordering::SeqCst);
-    life.wanted.send_replace(resources(&["example.com/d"]));
+    run.configured.send_replace(resources(&["example.com/d"]));
     soon(async {
-        while life.handle.plugin_devices("example.com/d").is_none() {
+        while run.handle.plugin_devices("example.com/d").is_none() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     })
     .await;
     // All earlier queries are complete, because a request is served after the change.
-    soon(life.unprepare(B)).await.unwrap();
+    soon(run.unprepare(B)).await.unwrap();
     assert_eq!(kubelet.queries.load(Ordering::SeqCst), queries + 1);
-    life.end().await;
+    run.end().await;
 }

@@ -110,7 +110,7 @@ fn state(plural: &str, object: &Value) -> String {
             "owners": names(&object["metadata"]["ownerReferences"]),
             "potential": object["spec"]["potentialNodes"],
             "selected": object["spec"]["selectedNode"],
-            "judged": object["status"]["resourceClaims"],
+            "evaluated": object["status"]["resourceClaims"],
             "deleting": deleting,
         }),
         _ => json!({

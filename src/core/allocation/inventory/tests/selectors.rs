@@ -42,7 +42,7 @@ mod attribute_set {
             matches.get("x", &attributes(0)),
             Some(Match::Failed("no 0".into()))
         );
-        // A reused number does not keep the results of its former attribute set.
+        // A reused number does not keep the results of its previous attribute set.
         matches.retain(&BTreeSet::new());
         matches.put(&expression, [(attributes(7), Match::Yes)]);
         assert_eq!(matches.get("x", &attributes(7)), Some(Match::Yes));

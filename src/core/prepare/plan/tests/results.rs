@@ -45,7 +45,7 @@ fn only_the_results_of_the_driver_are_read() {
 }
 
 #[test]
-fn a_claim_that_gives_nothing_is_refused() {
+fn a_claim_without_results_for_the_driver_is_refused() {
     let without = |path: &str| {
         let mut claim = claim();
         let (parent, key) = path.rsplit_once('/').unwrap();
@@ -101,7 +101,7 @@ fn parameters_for_the_driver_are_refused() {
 }
 
 #[test]
-fn a_request_that_is_no_name_is_refused() {
+fn an_invalid_request_name_is_refused() {
     for request in ["", "../..", "a/b/c", "a/", "A", "a/.."] {
         let mut claim = claim();
         claim["status"]["allocation"]["devices"]["results"][0]["request"] = request.into();

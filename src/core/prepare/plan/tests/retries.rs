@@ -1,7 +1,7 @@
 use super::super::*;
 
 #[test]
-fn a_file_is_tried_again_ever_less_often_until_it_is_there() {
+fn a_missing_file_is_retried_with_growing_pauses() {
     let (mut retries, mut now) = (Retries::default(), Duration::ZERO);
     assert_eq!(retries.next(), None);
     let mut pauses = Vec::new();

@@ -169,7 +169,7 @@ fn trailers_keep_the_end_of_the_stream() {
 }
 
 #[test]
-fn what_is_not_http_2_is_refused_at_its_first_byte() {
+fn other_protocols_are_refused_at_their_first_byte() {
     assert_eq!(
         rewritten(b"GET / HTTP/1.1\r\n", &[1]),
         Err(AuthorityError::Preface)
@@ -237,7 +237,7 @@ fn padding_and_priority_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn what_the_client_owes_changes_with_each_finished_part() {
+fn the_awaited_part_changes_when_a_part_is_complete() {
     let mut rewriter = Rewriter::default();
     let mut output = Vec::new();
     let start = rewriter.owed();

@@ -104,7 +104,7 @@ fn only_our_files_are_seen_and_partial_ones_are_removed() {
 }
 
 #[test]
-fn a_file_that_says_the_same_already_is_not_written_again() {
+fn an_unchanged_file_is_not_written_again() {
     let (_directory, files) = directory();
     files.write(&uid('1'), &null()).unwrap();
     let before = files.path(&uid('1')).metadata().unwrap().modified().unwrap();
@@ -157,7 +157,7 @@ fn metadata_is_mounted_and_removed_with_the_claim() {
 }
 
 #[test]
-fn removing_twice_is_as_good_as_once() {
+fn a_second_removal_changes_nothing() {
     let (_directory, files) = directory();
     files.write(&uid('1'), &null()).unwrap();
     files.remove(&uid('1')).unwrap();

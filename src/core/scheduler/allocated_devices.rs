@@ -1,4 +1,4 @@
-//! Devices that claims hold, read from allocated ResourceClaims.
+//! Devices of allocated ResourceClaims.
 
 use std::collections::BTreeMap;
 
@@ -27,18 +27,18 @@ pub struct Usage<'a> {
 
 /// The use of all devices.
 #[derive(Clone, Debug, Default)]
-pub struct DeviceHoldings<'a>(BTreeMap<DeviceId, Usage<'a>>);
+pub struct AllocatedDevices<'a>(BTreeMap<DeviceId, Usage<'a>>);
 
-impl<'a> DeviceHoldings<'a> {
+impl<'a> AllocatedDevices<'a> {
     /// Reads the allocated claims. A result with admin access holds nothing.
     pub fn read(claims: impl IntoIterator<Item = &'a ResourceClaim>) -> Self {
-        let mut holdings = Self::default();
+        let mut allocated_devices = Self::default();
         for claim in claims {
             for result in results(claim) {
-                holdings.add(claim, result);
+                allocated_devices.add(claim, result);
             }
         }
-        holdings
+        allocated_devices
     }
 
     fn add(&mut self, claim: &'a ResourceClaim, result: &'a DeviceRequestAllocationResult) {
@@ -57,7 +57,7 @@ impl<'a> DeviceHoldings<'a> {
                     let sum = usage.consumed.entry(name).or_default();
                     *sum = sum.plus(amount);
                 }
-                // Only a server other than Kubernetes stores this. Nobody else may get the device.
+                // Only a server other than Kubernetes stores this. The device goes to no other claim.
                 Err(_) => usage.exclusive = true,
             }
         }

@@ -44,10 +44,10 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
 async fn lifecycles(setup: &Setup, nodes: usize) -> anyhow::Result<()> {
     let mut before = requests::of(setup, USER).await?.len();
     for (what, number) in [("finishes", FINISHING), ("is deleted while bound", DELETED)] {
-        for life in 0..number {
+        for index in 0..number {
             one(
                 setup,
-                &format!("n{nodes}-{}-{life}", &what[..2]),
+                &format!("n{nodes}-{}-{index}", &what[..2]),
                 what == "finishes",
             )
             .await?;
@@ -129,8 +129,8 @@ async fn bytes(setup: &Setup) -> anyhow::Result<()> {
     for what in ["finishes", "is deleted while bound"] {
         let (whole_before, metadata_before) = (whole.bytes(), metadata.bytes());
         let mut read = 0;
-        for life in 0..DELETED {
-            let name = format!("bytes-{}-{life}", &what[..2]);
+        for index in 0..DELETED {
+            let name = format!("bytes-{}-{index}", &what[..2]);
             read += one(setup, &name, what == "finishes").await?;
         }
         sleep(Duration::from_secs(1)).await;

@@ -17,8 +17,8 @@ const REST: Duration = Duration::from_secs(60);
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     let (setup, companion) = companion::cluster(options, 2).await?;
     let before = requests::of(&setup, USER).await?.len();
-    for life in 0..PODS {
-        let name = format!("pod-{life}");
+    for number in 0..PODS {
+        let name = format!("pod-{number}");
         start_pod(&setup, &name).await?;
         delete(&setup, &name).await?;
     }
@@ -26,7 +26,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     sleep(Duration::from_secs(1)).await;
     let lives = since(&setup, before).await?;
     figure(
-        &format!("requests of the companion in a pod's life, {PODS} lives"),
+        &format!("requests of the companion in a pod's lifecycle, {PODS} pods"),
         &lives.per(PODS),
         Goal::is(lives.writes + lives.events + lives.failures == 0 && lives.reads == PODS),
     );

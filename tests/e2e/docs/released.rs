@@ -17,7 +17,7 @@ use crate::chart::helm::yaml;
 use crate::chart::image::{architecture, program};
 use crate::chart::lifecycle::COMPANION;
 use crate::chart::setup::ChartSetup;
-use crate::documented::installed;
+use crate::docs::installed;
 use crate::harness::{self, Cluster, TIMEOUT};
 use crate::page::{repository, script};
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, ensure};
 
 use crate::chart::setup::ChartSetup;
-use crate::documented::embedded;
+use crate::docs::embedded;
 use crate::harness::{self, Builder, Cluster, IMAGE};
 use crate::page::{repository, script};
 use crate::shell;
