@@ -27,7 +27,7 @@ use crate::core::prepare::recovery::holdings;
 use crate::node::hand_over::HandOver;
 use crate::node::kubelet::transport::{Listening, SocketError, SocketPath, listen};
 use crate::node::service::{NodeService, ReleaseError};
-use crate::node::state::storage::{Paths, Store, StoreError};
+use crate::node::state::storage::{Paths, Store, StoreError, boot_id};
 
 /// Deadline of an answer from the companion, which itself may query kubelet for a few seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -219,7 +219,7 @@ impl Access {
         if let Some(companion) = Companion::connect(socket).await? {
             return Ok(Self::Running(companion));
         }
-        let boot_id = crate::node::run::boot_id().map_err(RecordsError::BootId)?;
+        let boot_id = boot_id().map_err(RecordsError::BootId)?;
         let paths = Box::new(paths);
         Ok(Self::Checkpoint { paths, boot_id })
     }

@@ -85,6 +85,7 @@ pub trait NodeDriver: Send + Sync + 'static {
 
 /// A claim and its devices on this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PreparedClaim {
     /// Uid of the claim: a UUID, safe as part of a file name.
     pub uid: String,
@@ -98,6 +99,7 @@ pub struct PreparedClaim {
 
 /// Why a device cannot be handed out.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum NodeDriverError {
     /// The device is no longer present.
     #[error("device {device:?} is not on this node (any more): {problem}")]

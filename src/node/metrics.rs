@@ -20,6 +20,7 @@ pub struct Metrics {
 
 /// A snapshot of the metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MetricsSnapshot {
     /// Device counts. A kind that was seen once stays, with 0 if it has no devices.
     pub devices: BTreeMap<DeviceCategory, u64>,

@@ -25,8 +25,8 @@ use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::{KubeletApiError, KubeletPaths};
 use crate::node::metrics::Metrics;
 use crate::node::publish::inventory::RegistrationStatus;
-use crate::node::state::storage::StoreError;
 use crate::node::state::storage::disk::Disk;
+use crate::node::state::storage::{BOOT_ID, StoreError};
 
 /// Options of a companion with the built-in discovery.
 #[derive(Clone)]
@@ -110,6 +110,7 @@ impl std::fmt::Debug for NodeOptions {
 
 /// Why a companion cannot run.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum NodeError {
     /// The driver name is invalid.
     #[error(transparent)]
@@ -154,13 +155,6 @@ impl NodeError {
 
 /// Maximum number of events waiting for the API server.
 const NOTICES: usize = 16;
-/// The kernel's boot id (`random(4)`).
-const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
-
-pub(super) fn boot_id() -> std::io::Result<String> {
-    std::fs::read_to_string(BOOT_ID).map(|id| id.trim().to_owned())
-}
-
 /// Runs a companion with the built-in discovery until the token is cancelled: a [`Node`] whose driver is [`HostDevices`], with the
 /// kinds of its configuration file.
 pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<(), NodeError> {

@@ -5,9 +5,9 @@
 //!                  └─ the selected node is suitable ─▶ transaction
 //! ```
 //!
-//! Its reports become Events on the pod: `NoSuitableDevice` if its claims fit on no node (`report_no_node`, called by `act`), the driver's
-//! reason if a call failed (`report_call`), a missing class or a claim of another owner (`pending_claims`), and `AllocationNotRecorded`. An
-//! `allocate` that the driver wants repeated is not reported: the node is published as unsuitable.
+//! Its reports become Events on the pod, among them `NoSuitableDevice` if its claims fit on no node (`report_no_node`, called by `act`), the
+//! driver's reason if a call failed or was refused (`report_call`), a missing class or a claim of another owner (`pending_claims`), and
+//! `AllocationNotRecorded`. An `allocate` that the driver wants repeated is not reported: the node is published as unsuitable.
 //!
 //! [`Context::step`] and the functions for answers return [`ContextAction`]s, which [`ControllerState`](super::ControllerState) executes in
 //! order.

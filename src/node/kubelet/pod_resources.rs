@@ -16,7 +16,7 @@ use tonic::transport::{Channel, Endpoint};
 use super::KubeletPaths;
 use crate::api::proto::pod_resources_v1 as v1;
 use crate::api::proto::pod_resources_v1::pod_resources_lister_client::PodResourcesListerClient;
-pub use grants::{Grants, KubeletGrants, withdrawn_devices};
+pub use grants::{KubeletGrants, withdrawn_devices};
 
 /// Deadline of a call, including the connection.
 const CALL_LIMIT: Duration = Duration::from_secs(3);

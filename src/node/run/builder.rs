@@ -15,7 +15,7 @@ use tracing::{info, warn};
 
 use super::kubelet_apis::{ClaimsEndpoint, KubeletApis, ServedClaims};
 use super::mounted::mounted;
-use super::{NodeError, NodeOptions, boot_id};
+use super::{NodeError, NodeOptions};
 use crate::api::proto::node_records::HandOverResponse;
 use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::names::DriverName;
@@ -35,7 +35,7 @@ use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::dra::device_health::DeviceHealth;
 use crate::node::kubelet::dra::structured::ClaimReader;
 use crate::node::kubelet::dra::{self, DraApi};
-use crate::node::kubelet::pod_resources::{Grants, KubeletGrants, PodResourcesClient, withdrawn_devices};
+use crate::node::kubelet::pod_resources::{KubeletGrants, PodResourcesClient, withdrawn_devices};
 use crate::node::kubelet::{KubeletApiError, KubeletPaths};
 use crate::node::metrics::Metrics;
 use crate::node::orphans::OrphanCheck;
@@ -44,8 +44,8 @@ use crate::node::publish::inventory::{InventoryPublisher, RegistrationStatus};
 use crate::node::reload::ConfiguredResources;
 use crate::node::service::{Backend, NodeService};
 use crate::node::state::storage::disk::Disk;
-use crate::node::state::storage::{Opened, Paths, Store, StoreError};
-use crate::node::state::{NodeState, NodeStateOptions};
+use crate::node::state::storage::{Opened, Paths, Store, StoreError, boot_id};
+use crate::node::state::{Grants, NodeState, NodeStateOptions};
 
 /// How long to wait for another companion on the node to end, as during an update, and for a checkpoint that cannot be read.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);

@@ -42,7 +42,6 @@ use crate::core::prepare::recovery::{
 use crate::core::prepare::runtime_containers::RuntimeContainers;
 use crate::node::container_runtime::{ContainerRuntime, RuntimeCheck};
 use crate::node::driver::{self, NodeDriver, NodeDriverError, PreparedClaim};
-use crate::node::kubelet::pod_resources::Grants;
 use crate::node::metrics::Metrics;
 use crate::node::service::{
     Backend, DRIVER_TIMEOUT, ListedContainers, NodeRequest, OrphanReport, Quarantine, Quarantined,
@@ -50,6 +49,7 @@ use crate::node::service::{
 };
 use crate::node::state::storage::{Opened, Paths, Store};
 
+pub use resources::Grants;
 use resources::{ExtendedResources, KubeletQuery, PrepareAnswer, Versioned, WaitingRequest};
 
 /// Interval between queries of kubelet's containers until the first answer, and while a claim waits for a container's device. Otherwise,

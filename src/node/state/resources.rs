@@ -6,6 +6,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -19,7 +20,6 @@ use crate::core::prepare::device_plugin::ExtendedResource;
 use crate::core::prepare::inventory::{Devices, HandedOut, PluginDevice};
 use crate::core::prepare::plan::ClaimToPrepare;
 use crate::core::prepare::prepared_claims::{PreparedClaims, are_among, share_a_node};
-use crate::node::kubelet::pod_resources::Grants;
 use crate::node::service::{ListedContainers, ServedResource, ServiceError};
 
 /// Pauses between queries for containers that hold devices of withdrawn resources: until kubelet has answered, and from then on until these
@@ -55,6 +55,16 @@ impl<T> Deref for Versioned<T> {
     fn deref(&self) -> &T {
         &self.value
     }
+}
+
+/// Source of the devices that containers hold: kubelet, or a fake in tests.
+pub trait Grants: std::fmt::Debug + Send + Sync + 'static {
+    /// The devices held now under these extended resources, by resource, from one consistent read. The error is a message for the
+    /// user.
+    fn query(
+        &self,
+        resources: BTreeSet<String>,
+    ) -> BoxFuture<'_, Result<BTreeMap<String, ResourceSnapshot>, String>>;
 }
 
 /// Kubelet's view of each resource, or why it is unavailable.

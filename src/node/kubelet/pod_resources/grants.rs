@@ -16,19 +16,10 @@ use crate::api::proto::pod_resources_v1::PodResources;
 use crate::core::names::{DriverName, device_of_plugin_id};
 use crate::core::prepare::containers::{Containers, PodContainer, ResourceSnapshot, WithdrawnDevices};
 use crate::core::prepare::device_manager::{self, PodDevicesEntry, granted_by};
+use crate::node::state::Grants;
 
 /// Bytes that are read of kubelet's checkpoint file.
 const SIZE_MAX: u64 = 64 * 1024 * 1024;
-
-/// Source of the devices that containers hold: kubelet, or a fake in tests.
-pub trait Grants: std::fmt::Debug + Send + Sync + 'static {
-    /// The devices held now under these extended resources, by resource, from one consistent read. The error is a message for the
-    /// user.
-    fn query(
-        &self,
-        resources: BTreeSet<String>,
-    ) -> BoxFuture<'_, Result<BTreeMap<String, ResourceSnapshot>, String>>;
-}
 
 /// Kubelet as the source: its PodResources API, plus its device manager checkpoint (`kubelet_internal_checkpoint`), which includes
 /// init containers and force-deleted pods that the API omits.

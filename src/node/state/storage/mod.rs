@@ -22,6 +22,8 @@ use crate::core::prepare::recovery::{initial_entries, unexplained, with_running}
 pub use disk::StoreError;
 use disk::{Disk, DiskStep, Identity, Lock};
 
+/// File with the boot id (`random(4)`).
+pub const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// Name of the lock file.
 const LOCK: &str = "lock";
 /// Maximum size of a checkpoint, in bytes: far above the needs of a node's pods.
@@ -49,6 +51,11 @@ struct StoreState {
     text: Option<(String, Option<Identity>)>,
     /// Excludes other processes.
     lock: Lock,
+}
+
+/// The boot id of the kernel, which changes when the node boots.
+pub fn boot_id() -> io::Result<String> {
+    std::fs::read_to_string(BOOT_ID).map(|id| id.trim().to_owned())
 }
 
 /// The paths of a driver's files and of kubelet's.
