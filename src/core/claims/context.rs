@@ -108,6 +108,14 @@ enum Silence {
     Reported,
 }
 
+/// A pod that waits for a suitable node.
+#[derive(Clone, Debug)]
+struct Waiting {
+    pod: WaitingPod,
+    /// When the next slow recheck is due.
+    recheck_at: Moment,
+}
+
 #[derive(Clone, Debug)]
 pub(super) struct Context {
     /// The latest object, from the watch or from the answer to our own write.
@@ -125,9 +133,7 @@ pub(super) struct Context {
     refused_nodes: BTreeMap<String, String>,
     refusals: Backoff,
     /// Set while the pod waits for a suitable node.
-    waiting: Option<WaitingPod>,
-    /// When the next slow recheck is due, while the pod waits.
-    recheck_at: Moment,
+    waiting: Option<Waiting>,
     /// The capacity generation at its last wake-up.
     capacity_generation: u64,
     /// The capacity generation when the driver was last called: its answer may predate later changes.
@@ -241,7 +247,6 @@ impl Context {
             refused_nodes: BTreeMap::new(),
             refusals: Backoff::default(),
             waiting: None,
-            recheck_at: Moment::default(),
             capacity_generation,
             called_at: 0,
             rechecks: 0,
@@ -291,7 +296,7 @@ impl Context {
     }
 
     pub(super) fn waiting(&self) -> Option<&WaitingPod> {
-        self.waiting.as_ref()
+        self.waiting.as_ref().map(|waiting| &waiting.pod)
     }
 
     pub(super) fn waiting_reason(&self) -> Option<&'static str> {
@@ -364,7 +369,7 @@ impl Context {
     /// Lets the context be evaluated again because capacity was freed.
     pub(super) fn wake_up(&mut self, capacity_generation: u64, freed_at: Moment) {
         self.retry_now(capacity_generation);
-        let waits_since = self.waiting.as_ref().map(|waiting| waiting.since);
+        let waits_since = self.waiting().map(|waiting| waiting.since);
         self.woken_at = Some(waits_since.map_or(freed_at, |since| since.max(freed_at)));
     }
 
@@ -378,10 +383,10 @@ impl Context {
     pub(super) fn recheck(&mut self, capacity_generation: u64, now: Moment) -> Actions {
         let next = now.after(spread(self.uid(), RECHECK, RECHECK_SPREAD));
         // The pod may have stopped and resumed waiting since this recheck was scheduled.
-        if self.waiting.is_none() || self.recheck_at > now {
-            return Vec::new();
+        match &mut self.waiting {
+            Some(waiting) if waiting.recheck_at <= now => waiting.recheck_at = next,
+            _ => return Vec::new(),
         }
-        self.recheck_at = next;
         self.by_recheck = self.phase == ContextPhase::Idle;
         self.rechecks += 1;
         self.retry_now(capacity_generation);
@@ -395,15 +400,18 @@ impl Context {
         let pod = self.pod.pod();
         let priority = pod.and_then(|pod| pod.spec.priority).unwrap_or_default();
         let since = now;
-        self.waiting = Some(WaitingPod { priority, since });
-        self.recheck_at = now.after(spread(self.uid(), RECHECK, RECHECK_SPREAD));
+        let recheck_at = now.after(spread(self.uid(), RECHECK, RECHECK_SPREAD));
+        self.waiting = Some(Waiting {
+            pod: WaitingPod { priority, since },
+            recheck_at,
+        });
         // A change since the driver was called has woken only the pods that waited then. A context that has taken over the current
         // generation is evaluated again in any case.
         let generation = cache.capacity_generations.of(self.namespace());
         if self.called_at < generation && self.capacity_generation < generation {
             actions.push(ContextAction::JoinWakeUps);
         }
-        actions.push(ContextAction::RecheckAt(self.recheck_at));
+        actions.push(ContextAction::RecheckAt(recheck_at));
     }
 
     // === reports ===
