@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::Context as _;
+use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, ListParams};
 use serde_json::json;
@@ -15,6 +16,7 @@ use crate::apiserver_failover::{Balancer, port};
 use crate::harness::IMAGE;
 use crate::interrupted_calls::until_claim_files;
 use crate::pods::{assert_unprepared, claim_files};
+use crate::reboot::{lose_power, was_restarted};
 use crate::setup::REGISTERED;
 
 /// The user name of the companion.
@@ -191,5 +193,30 @@ async fn a_clean_stop_of_the_companion_costs_no_running_pod() -> anyhow::Result<
     assert_eq!(slices.list(&ListParams::default()).await?.items.len(), 1);
     delete(&setup, "pod").await?;
     assert_unprepared(setup.cluster.node(0), &uid)?;
+    setup.end([companion]).await
+}
+
+#[tokio::test]
+async fn a_reboot_without_cdi_files_costs_no_pod_its_device() -> anyhow::Result<()> {
+    let (setup, mut companion) = start(CONFIGURATION, &DEVICES).await?;
+    let node = setup.cluster.node(0);
+    make_pod_with_claim(&setup, "pod", &one_device()).await?;
+    let before = devices_of(&setup, "pod").await?;
+    companion.kill().await?;
+    lose_power(&setup, node).await?;
+    assert!(node.list("/run/cdi")?.is_empty());
+
+    node.start("containerd").await?;
+    node.start("kubelet").await?;
+    let companion = setup.companion_with(0, CONFIGURATION, &[])?;
+    companion.logged(REGISTERED).await?;
+    let pods = Api::<Pod>::namespaced(setup.cluster.client(), "default");
+    setup.wait(pods, "pod", "started again", was_restarted).await?;
+    assert_eq!(devices_of(&setup, "pod").await?, before);
+    make_pod_with_claim(&setup, "next", &one_device()).await?;
+    assert!(devices_of(&setup, "next").await?.is_disjoint(&before));
+    for pod in ["pod", "next"] {
+        delete(&setup, pod).await?;
+    }
     setup.end([companion]).await
 }
