@@ -96,7 +96,7 @@ impl Metrics {
         buckets
     }
 
-    /// The bucket bound at this percentile of the calls since `earlier`, in seconds.
+    /// The bucket bound at this percentile of the calls since `earlier`, in seconds with two decimal places.
     pub(crate) fn quantile_since(
         &self,
         earlier: &Self,
@@ -117,6 +117,7 @@ impl Metrics {
         let all = counts.last()?.1;
         let rank = (all * percent).div_ceil(100);
         let bucket = counts.into_iter().find(|(_, count)| *count >= rank);
-        bucket.map(|(bound, _)| bound)
+        let bound: f64 = bucket?.0.parse().ok()?;
+        Some(format!("{bound:.2}"))
     }
 }
