@@ -72,34 +72,25 @@ impl ClusterReader {
             .uid
             .clone()
             .ok_or_else(|| PublishError::NoUid(self.context.node_name.clone()))?;
-        self.discover().await?;
-        let claims = self.claims;
-        self.update_facts(|facts| {
-            facts.node_uid = Some(uid);
-            facts.claims = claims.served();
-            facts.minor = claims.minor();
-        });
+        self.read_claims_api().await?;
+        self.update_facts(|facts| facts.node_uid = Some(uid));
         Ok(node)
     }
 
     /// Queries again which API for claims the cluster serves: it may have been enabled or disabled, and API servers may differ.
     pub(super) async fn read_claims_api(&mut self) -> Result<(), PublishError> {
-        self.discover().await?;
+        let answer = self.served_claims().await;
+        if let Ok((served, minor)) = answer {
+            self.unwritten.extend(self.claims.answered(served, minor));
+        }
+        self.due = Instant::now() + spread(self.claims.pause(), &self.context.node_name);
+        answer?;
         let claims = self.claims;
         self.update_facts(|facts| {
             facts.claims = claims.served();
             facts.minor = claims.minor();
         });
         Ok(())
-    }
-
-    async fn discover(&mut self) -> Result<(), PublishError> {
-        let answer = self.served_claims().await;
-        if let Ok((served, minor)) = answer {
-            self.unwritten.extend(self.claims.answered(served, minor));
-        }
-        self.due = Instant::now() + spread(self.claims.pause(), &self.context.node_name);
-        answer.map(drop)
     }
 
     fn update_facts(&self, change: impl FnOnce(&mut ClusterFacts)) {
