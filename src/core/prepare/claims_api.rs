@@ -125,9 +125,8 @@ impl Discovery {
     pub fn answered(&mut self, served: ClaimsApi, minor: Option<u32>) -> Option<DeviceEvent> {
         let offered = self.served.filter(|api| *api != ClaimsApi::None);
         let is_other_api = offered.is_some_and(|api| api != served);
-        let is_other_minor = offered == Some(served)
-            && self.minor.is_some()
-            && minor.is_some_and(|minor| self.minor != Some(minor));
+        let minors = self.minor.zip(minor);
+        let is_other_minor = offered == Some(served) && minors.is_some_and(|(known, minor)| known != minor);
         self.deviations = if is_other_api { self.deviations + 1 } else { 0 };
         self.minor_deviations = if is_other_minor {
             self.minor_deviations + 1
