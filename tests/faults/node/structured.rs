@@ -18,15 +18,19 @@ pub(super) fn structured_node() -> Option<Node> {
     Some(node)
 }
 
-fn reads(node: &Node) -> usize {
-    let mut reads = 0;
+/// The number of requests whose method and path contain this text.
+fn requests(node: &Node, text: &str) -> usize {
+    let mut number = 0;
     node.api.set(|state| {
         let requests = state.requests.iter();
-        reads = requests
-            .filter(|request| request.contains("/resourceclaims/"))
-            .count();
+        number = requests.filter(|request| request.contains(text)).count();
     });
-    reads
+    number
+}
+
+/// The number of reads of single claims.
+fn reads(node: &Node) -> usize {
+    requests(node, "/resourceclaims/")
 }
 
 fn id(uid: &str, device: &str) -> String {
@@ -307,20 +311,10 @@ async fn a_claim_of_a_lost_checkpoint_is_found_by_its_uid() {
     // Only the CDI file is left, which has the uid alone.
     std::fs::remove_dir_all(node.path("kubelet/plugins")).unwrap();
     node.kubelet_lists(&[]);
-    let lists = |node: &Node| {
-        let mut lists = 0;
-        node.api.set(|state| {
-            let requests = state.requests.iter();
-            lists = requests
-                .filter(|request| request.ends_with("/v1/resourceclaims"))
-                .count();
-        });
-        lists
-    };
     let process = with_short_grace().run(&node).await;
     let mut kubelet = node.structured_kubelet().await;
     node.api.until(|state| state.events.first().cloned()).await;
-    assert!(lists(&node) > 0);
+    assert!(requests(&node, "/v1/resourceclaims") > 0);
     let error = kubelet.prepare("b", B).await.unwrap_err();
     assert!(error.contains(A), "{error}");
     kubelet.unprepare("a", A).await.unwrap();
@@ -376,9 +370,6 @@ async fn an_upgrade_of_the_api_server_changes_the_mode() {
             .then_some(())
     };
     node.api.until(is_published).await;
-    node.api.set(|state| {
-        let mut requests = state.requests.iter();
-        assert!(!requests.any(|request| request.contains("nodeinventories")));
-    });
+    assert_eq!(requests(&node, "nodeinventories"), 0);
     process.stop().await.unwrap();
 }
