@@ -5,18 +5,18 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use k8s_openapi::api::core::v1::Node;
-use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::api::resource::v1::ResourceSlice;
-use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
+use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use kube::runtime::conditions::is_deleted;
 use serde_json::json;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::fixture::{
     CONFIGURATION, Slices, devices_of, make_pod_with_claim, names, offered, one_device, print_times, start,
     waits,
 };
 
+use crate::harness::TIMEOUT;
 use crate::setup::DRIVER;
 
 /// Two writes each, for plugging in and unplugging: fewer than the companion's burst limit.
@@ -39,12 +39,8 @@ kinds:
 async fn slices_describe_the_devices_of_the_node() -> anyhow::Result<()> {
     let (setup, companion) = start(CONFIGURATION, &DEVICES).await?;
     let node = setup.cluster.node(0).name();
-    let uid = Api::<Node>::all(setup.cluster.client())
-        .get(node)
-        .await?
-        .metadata
-        .uid
-        .context("a uid")?;
+    let nodes = Api::<Node>::all(setup.cluster.client());
+    let uid = nodes.get(node).await?.metadata.uid.context("a uid")?;
     let mut slices = Slices::watch(&setup);
     let slices = slices.until("listed", |slices| !slices.is_empty()).await?;
     let (name, slice) = slices.first_key_value().context("a slice")?;
@@ -227,46 +223,34 @@ async fn a_webhook_that_prevents_slices_is_reported_on_the_node() -> anyhow::Res
         }))
         .await?;
     let mut slices = Slices::watch(&setup);
-    let one = names(&[0]);
-    // The API server learns of the webhook through a watch.
-    let refused = async {
-        for number in 1.. {
-            let path = format!("/dev/drayman-test-{number}");
-            node.make_device(&path, 1, 7)?;
-            let all = names(&[0, number]);
-            let published = timeout(Duration::from_secs(3), slices.until_offered(&all));
-            if published.await.is_err() {
-                return Ok(number);
-            }
-            node.remove(&path)?;
-            let withdrawn = timeout(Duration::from_secs(3), slices.until_offered(&one)).await;
-            if withdrawn.is_err() {
-                node.make_device(&path, 1, 7)?;
-                return Ok(number);
-            }
-        }
-        anyhow::bail!("no number")
+    let now = slices.until("there", |slices| offered(slices).is_some()).await?;
+    let name = now.keys().next().context("a slice")?.clone();
+    // The API server learns of the webhook through a watch, which only a write shows.
+    let api = Api::<ResourceSlice>::all(setup.cluster.client());
+    let dry_run = PatchParams {
+        dry_run: true,
+        ..PatchParams::default()
     };
-    let number = refused.await?;
-    let uid = Api::<Node>::all(setup.cluster.client())
-        .get(node.name())
-        .await?
-        .metadata
-        .uid
-        .context("a uid")?;
-    let events = Api::<Event>::namespaced(setup.cluster.client(), "default");
-    let selector = format!("reason=ResourceSliceRejected,regarding.uid={uid}");
-    let events = events.list(&ListParams::default().fields(&selector)).await?.items;
-    let notes: Vec<&str> = events.iter().filter_map(|event| event.note.as_deref()).collect();
-    assert!(
-        notes.len() == 1 && notes[0].contains("down.example.com") && notes[0].contains("repair the webhook"),
-        "{notes:?}"
-    );
+    let edit = Patch::Merge(json!({ "metadata": { "annotations": { "probe": "x" } } }));
+    let refused = async {
+        while api.patch(&name, &dry_run, &edit).await.is_ok() {
+            sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(TIMEOUT, refused)
+        .await
+        .context("the webhook has no effect")?;
+    node.make_device("/dev/drayman-test-1", 1, 7)?;
+    let event = setup
+        .wait_for_event(node.name(), "ResourceSliceRejected", "down.example.com")
+        .await?;
+    let message = event.message.unwrap_or_default();
+    assert!(message.contains("repair the webhook"), "{message}");
     setup
         .cluster
         .kubectl(&["delete", "validatingwebhookconfiguration", "down"])
         .await?;
-    slices.until_offered(&names(&[0, number])).await?;
+    slices.until_offered(&names(&[0, 1])).await?;
     setup.end([companion]).await
 }
 
