@@ -1,15 +1,18 @@
 //! The chart on a cluster that serves `resource.k8s.io/v1`.
 
 use std::collections::BTreeSet;
+use std::convert::Infallible;
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
 use drayman::core::allocation::inventory::{Attribute, AttributeSet, Match};
 use drayman::host::selectors::{CelEnvironment, Compiled, STACK};
 use k8s_openapi::api::resource::v1::{ResourcePool, ResourceSlice, ResourceSliceSpec};
 use kube::api::{Api, DeleteParams, ListParams, ObjectMeta, PostParams};
 use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio::time::timeout;
 
 use crate::chart::admitted::{FOREIGN_OWNERS, companion_of_node_a, owner, token_client, validate_variants};
 use crate::chart::helm::{
@@ -18,7 +21,8 @@ use crate::chart::helm::{
 };
 use crate::chart::rights::allowed;
 use crate::chart::setup::ChartSetup;
-use crate::harness::{Cluster, IMAGE};
+use crate::harness::{Cluster, IMAGE, TIMEOUT};
+use crate::structured::rolling_update::no_call_failed;
 
 /// Whether an object is rendered.
 fn has(rendered: &[Value], kind: &str) -> bool {
@@ -631,8 +635,21 @@ pub(crate) fn claiming_pod(name: &str) -> Value {
     })
 }
 
+/// Creates pods one after the other, and counts those that ran.
+async fn pods(setup: &ChartSetup, name: &str, ran: &watch::Sender<usize>) -> anyhow::Result<Infallible> {
+    for number in 0.. {
+        let pod = format!("{name}-{number}");
+        setup.apply(&claiming_pod(&pod)).await?;
+        setup.running(&pod).await?;
+        ensure!(setup.devices(&pod).await?.len() == 1);
+        ran.send_modify(|ran| *ran += 1);
+        setup.kubectl(&["delete", "pod", &pod]).await?;
+    }
+    unreachable!("the numbers end");
+}
+
 #[tokio::test]
-async fn a_release_serves_claims_while_its_companion_is_replaced() -> anyhow::Result<()> {
+async fn pods_start_while_a_daemon_set_with_surge_rolls_out() -> anyhow::Result<()> {
     let setup = ChartSetup::start_with(Cluster::structured(), 1).await?;
     let surge = [
         "--set=node.updateStrategy.maxSurge=1",
@@ -642,20 +659,35 @@ async fn a_release_serves_claims_while_its_companion_is_replaced() -> anyhow::Re
     let rollout = |verb| ["rollout", verb, "daemonset/drayman-node", "--namespace=drayman"];
     setup.kubectl(&rollout("status")).await?;
     setup.apply(&claim_template()).await?;
-    setup.apply(&claiming_pod("first")).await?;
-    setup.running("first").await?;
-    ensure!(setup.devices("first").await?.len() == 1);
+    setup.apply(&claiming_pod("before")).await?;
+    setup.running("before").await?;
+    let device = setup.devices("before").await?;
+    ensure!(device.len() == 1);
     setup.doctor().await?;
 
     let slice = || setup.field(&["resourceslices"], ".items[*].metadata.uid");
-    let (before, run) = (slice().await?, setup.run_of_pod("first").await?);
-    setup.kubectl(&rollout("restart")).await?;
-    setup.kubectl(&rollout("status")).await?;
-    setup.apply(&claiming_pod("second")).await?;
-    setup.running("second").await?;
-    let (first, second) = (setup.devices("first").await?, setup.devices("second").await?);
-    ensure!(first != second && second.len() == 1, "{first:?} {second:?}");
-    ensure!(slice().await? == before, "the slices were not deleted");
-    ensure!(setup.run_of_pod("first").await? == run);
+    let (published, run) = (slice().await?, setup.run_of_pod("before").await?);
+    let ran = watch::Sender::new(0);
+    let mut counted = ran.subscribe();
+    let updates = async {
+        // An even number, so that the last companion uses the same sockets as the first.
+        for _ in 0..2 {
+            let before = *counted.borrow_and_update();
+            setup.kubectl(&rollout("restart")).await?;
+            setup.kubectl(&rollout("status")).await?;
+            let more = counted.wait_for(|ran| *ran > before + 2);
+            timeout(TIMEOUT, more).await.context("pods run")??;
+        }
+        anyhow::Ok(())
+    };
+    tokio::select! {
+        ended = updates => ended?,
+        ended = pods(&setup, "first", &ran) => match ended? {},
+        ended = pods(&setup, "second", &ran) => match ended? {},
+    }
+    no_call_failed(&setup.cluster).await?;
+    ensure!(slice().await? == published, "the slices were not deleted");
+    ensure!(setup.run_of_pod("before").await? == run);
+    ensure!(setup.devices("before").await? == device);
     setup.cluster.stop().await
 }

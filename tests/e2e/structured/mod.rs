@@ -7,5 +7,5 @@ mod health;
 mod lifecycle;
 mod metrics;
 mod requests;
-mod rolling_update;
+pub(crate) mod rolling_update;
 mod slices;

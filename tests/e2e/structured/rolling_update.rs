@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use super::fixture::{
     CONFIGURATION, delete, devices_of, make_pod_with_claim, names, one_device, print_times, start,
 };
-use crate::harness::TIMEOUT;
+use crate::harness::{Cluster, TIMEOUT};
 use crate::setup::{REGISTERED, Setup};
 
 /// An even number, so that the last companion uses the same sockets as the first.
@@ -33,16 +33,23 @@ async fn pods(setup: &Setup, name: &str, times: &watch::Sender<Vec<Duration>>) -
     unreachable!("the numbers end");
 }
 
-/// Kubelet's failed calls to the driver, and the number of all calls.
-async fn calls(setup: &Setup) -> anyhow::Result<(Vec<String>, usize)> {
-    let path = format!("/api/v1/nodes/{}/proxy/metrics", setup.cluster.node(0).name());
-    let metrics = setup.cluster.kubectl(&["get", "--raw", &path]).await?;
-    let calls: Vec<&str> = metrics
+/// Checks that kubelet has called the driver, and that no call failed or found no driver.
+pub(crate) async fn no_call_failed(cluster: &Cluster) -> anyhow::Result<()> {
+    let path = format!("/api/v1/nodes/{}/proxy/metrics", cluster.node(0).name());
+    let metrics = cluster.kubectl(&["get", "--raw", &path]).await?;
+    let calls = metrics
         .lines()
-        .filter(|line| line.starts_with("dra_grpc_operations_duration_seconds_count"))
+        .filter(|line| line.starts_with("dra_grpc_operations_duration_seconds_count"));
+    let (answered, failed): (Vec<&str>, Vec<&str>) = calls.partition(|line| line.contains("\"OK\""));
+    ensure!(answered.len() >= 2, "kubelet counts Prepare and Unprepare");
+    ensure!(failed.is_empty(), "{failed:?}");
+    let log = cluster.log("node-0-kubelet")?;
+    let unregistered: Vec<&str> = log
+        .lines()
+        .filter(|line| line.contains("DRA driver drayman.dev is not registered"))
         .collect();
-    let failed = calls.iter().filter(|line| !line.contains("\"OK\""));
-    Ok((failed.map(|line| (*line).to_owned()).collect(), calls.len()))
+    ensure!(unregistered.is_empty(), "{unregistered:?}");
+    Ok(())
 }
 
 async fn slices(setup: &Setup) -> anyhow::Result<BTreeSet<String>> {
@@ -87,15 +94,7 @@ async fn an_update_with_surge_fails_no_call_of_kubelet() -> anyhow::Result<()> {
         times.borrow().clone(),
     );
 
-    let (failed, all) = calls(&setup).await?;
-    ensure!(all >= 2, "kubelet counts Prepare and Unprepare");
-    ensure!(failed.is_empty(), "{failed:?}");
-    let log = setup.cluster.log("node-0-kubelet")?;
-    let unregistered: Vec<&str> = log
-        .lines()
-        .filter(|line| line.contains("DRA driver drayman.dev is not registered"))
-        .collect();
-    ensure!(unregistered.is_empty(), "{unregistered:?}");
+    no_call_failed(&setup.cluster).await?;
     assert_eq!(slices(&setup).await?, published, "the slices were not deleted");
     assert_eq!(devices_of(&setup, "before").await?, before);
     assert!(before.is_subset(&names(&[0, 1, 2, 3])));
