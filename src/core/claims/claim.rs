@@ -654,8 +654,8 @@ impl Claim {
     fn deallocation_failed(&mut self, error: &CallError, now: Moment) -> Vec<ClaimAction> {
         self.phase = ClaimPhase::Idle;
         self.backoff.failed(now);
-        let message = format!("cannot be deallocated yet: {}", error.message);
-        let mut actions = vec![ClaimAction::Report(error.reason, message), ClaimAction::Step];
+        let report = ClaimAction::Report(error.reason, error.not_deallocated());
+        let mut actions = vec![report, ClaimAction::Step];
         // A previous leader has recorded an allocation meanwhile: its pod may be unable to get its other claims.
         if self.is_allocated() {
             actions.push(ClaimAction::StepUsers);

@@ -215,6 +215,13 @@ pub struct CallError {
     pub message: String,
 }
 
+impl CallError {
+    /// Message of a report that the claim cannot be deallocated yet.
+    pub(super) fn not_deallocated(&self) -> String {
+        format!("cannot be deallocated yet: {}", self.message)
+    }
+}
+
 /// Whether and when a failed call can succeed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallErrorKind {

@@ -1123,10 +1123,14 @@ impl ControllerState {
         let driver_name = self.cache.settings.driver_name.clone();
         let claim = self.cache.claim_mut(&key, uid);
         match transaction.item_answered(uid, answer, claim, &driver_name, now) {
-            ItemResult::Continues => {}
             ItemResult::Recorded => self.statistics.allocations += 1,
             ItemResult::RolledBack => self.statistics.deallocations += 1,
             ItemResult::Unclear(message) => self.report_unclear(&transaction, &key, &message, now),
+            ItemResult::NotDeallocated(error) if self.cache.claim_mut(&key, uid).is_some() => {
+                self.report_claim(&key, error.reason, error.not_deallocated());
+            }
+            // Nobody is left to be notified of a claim that is gone.
+            ItemResult::NotDeallocated(_) | ItemResult::Continues => {}
         }
         self.transactions.insert(id, transaction);
         self.queue.insert(Work::Transaction(id));

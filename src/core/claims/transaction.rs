@@ -200,6 +200,8 @@ pub(super) enum ItemResult {
     RolledBack,
     /// Writes keep failing without being refused.
     Unclear(String),
+    /// The driver cannot deallocate the claim yet.
+    NotDeallocated(CallError),
 }
 
 #[derive(Clone, Debug)]
@@ -613,9 +615,10 @@ impl Transaction {
                     refused = Some(refusal.unwrap_or_else(by_others));
                 }
             }
-            Answer::Deallocated(Err(_)) => {
+            Answer::Deallocated(Err(error)) => {
                 item.phase = ItemPhase::Waiting;
                 item.backoff.failed(now);
+                result = ItemResult::NotDeallocated(error);
             }
             Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Evaluated(_) | Answer::Allocated(_) => {}
         }

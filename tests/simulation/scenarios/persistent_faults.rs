@@ -1,6 +1,7 @@
 //! Persistent and late faults.
 
 use drayman::api::resource::AllocationMode;
+use drayman::core::claims::Regarding;
 
 use super::{
     bound_pod, end_pod, expect_no_violation, healthy_cluster, key, reasons, until_allocated, until_bound,
@@ -135,6 +136,30 @@ fn a_never_accepted_allocation_is_reported_and_retried_rarely() {
         .count();
     assert!((5..40).contains(&tries), "{tries} tries in ten minutes");
     assert!(cluster.driver.pending.is_empty() || cluster.process.as_ref().unwrap().state.is_busy());
+    cluster.refuse_allocations = None;
+    until_bound(&mut cluster, "p");
+    expect_no_violation(cluster);
+}
+
+#[test]
+fn a_failed_deallocation_after_a_refused_write_is_reported() {
+    let mut cluster = healthy_cluster(&[("node-a", 1)]);
+    cluster.refuse_allocations = Some("");
+    // Read, evaluate, finalizer, allocate, record, read, deallocate.
+    cluster.fault_at(7, Fault::DriverRetry);
+    cluster.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+    cluster.create_pod(&key("p"), &[Use::Named("named")], None);
+    cluster.run_for(10 * SECOND);
+    let report = cluster
+        .reports
+        .iter()
+        .find(|report| report.reason == "DriverBusy")
+        .expect("a report");
+    assert!(matches!(&report.regarding, Regarding::Claim { key: claim, .. } if *claim == key("named")));
+    assert_eq!(
+        report.message,
+        "cannot be deallocated yet: the driver failed: injected fault"
+    );
     cluster.refuse_allocations = None;
     until_bound(&mut cluster, "p");
     expect_no_violation(cluster);
