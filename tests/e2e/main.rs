@@ -26,6 +26,7 @@ mod apiserver_refusals;
 mod chart;
 mod cluster_removal;
 mod cluster_smoke;
+mod cluster_upgrade;
 mod commands;
 mod controller;
 mod crash_during_call;

@@ -89,6 +89,24 @@ pub(crate) fn structured_node_rules() -> anyhow::Result<Vec<PolicyRule>> {
     Ok(rules)
 }
 
+async fn make_crds(cluster: &Cluster) -> anyhow::Result<()> {
+    let definitions_api = Api::<CustomResourceDefinition>::all(cluster.client());
+    for definition in definitions() {
+        let name = definition
+            .metadata
+            .name
+            .clone()
+            .context("a definition has a name")?;
+        definitions_api
+            .create(&PostParams::default(), &definition)
+            .await
+            .with_context(|| name.clone())?;
+        let established = await_condition(definitions_api.clone(), &name, is_crd_established());
+        timeout(TIMEOUT, established).await??;
+    }
+    Ok(())
+}
+
 impl Setup {
     /// Starts a cluster with this many real nodes.
     pub(crate) async fn start(nodes: usize) -> anyhow::Result<Self> {
@@ -125,24 +143,15 @@ impl Setup {
 
     /// Prepares a cluster with CRDs and users only.
     pub(crate) async fn with_crds(cluster: Cluster) -> anyhow::Result<Self> {
-        let definitions_api = Api::<CustomResourceDefinition>::all(cluster.client());
-        for definition in definitions() {
-            let name = definition
-                .metadata
-                .name
-                .clone()
-                .context("a definition has a name")?;
-            definitions_api
-                .create(&PostParams::default(), &definition)
-                .await
-                .with_context(|| name.clone())?;
-            timeout(
-                TIMEOUT,
-                await_condition(definitions_api.clone(), &name, is_crd_established()),
-            )
-            .await??;
-        }
+        make_crds(&cluster).await?;
         Self::with_users(cluster, &node_rules()?).await
+    }
+
+    /// Prepares a cluster that changes its mode: with CRDs, and rights for both modes.
+    pub(crate) async fn of_both_modes(cluster: Cluster) -> anyhow::Result<Self> {
+        make_crds(&cluster).await?;
+        let rules = [node_rules()?, structured_node_rules()?].concat();
+        Self::with_users(cluster, &rules).await
     }
 
     /// Prepares a cluster of structured mode, which requires no CRDs.

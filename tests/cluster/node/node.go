@@ -81,6 +81,9 @@ func (m *machine) serve(request protocol.Request) (protocol.Answer, error) {
 	switch request.Do {
 	case "prepare":
 		return protocol.Answer{}, m.prepare()
+	case "upgrade":
+		m.Kubernetes, m.Minor = request.Kubernetes, request.Minor
+		return protocol.Answer{}, m.configure()
 	case "start":
 		return m.start(request.Process)
 	case "stop":

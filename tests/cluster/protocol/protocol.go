@@ -12,7 +12,7 @@ import (
 // Request is one operation. The operation determines which fields are used.
 type Request struct {
 	ID int `json:"id"`
-	// Do is "user", "start", "stop" or "pid"; between supervisor and node also "network".
+	// Do is "user", "start", "stop", "pid" or "upgrade"; between supervisor and node also "prepare".
 	Do string `json:"do"`
 	// User and Groups are the names in the certificate of a new kubeconfig.
 	User   string   `json:"user,omitempty"`
@@ -23,6 +23,11 @@ type Request struct {
 	Process string `json:"process,omitempty"`
 	// Signal ends the process; SIGTERM by default.
 	Signal int `json:"signal,omitempty"`
+	// Version is that of the components that are started after an upgrade.
+	Version string `json:"version,omitempty"`
+	// Kubernetes and Minor are for nodes: the program of that version, and its minor version.
+	Kubernetes string `json:"kubernetes,omitempty"`
+	Minor      int    `json:"minor,omitempty"`
 }
 
 // Answer is the result of a request.

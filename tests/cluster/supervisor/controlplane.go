@@ -92,26 +92,17 @@ func (s *supervisor) nodeServer() string {
 	return fmt.Sprintf("https://%s:%d", s.slot.address(0), s.slot.port(0))
 }
 
-// startControlPlane returns once the API server is ready; it has started the other components by then.
-func (s *supervisor) startControlPlane(ctx context.Context) error {
+// defineComponents sets the command lines of the control plane for the version.
+func (s *supervisor) defineComponents() {
 	etcd := fmt.Sprintf("http://127.0.0.1:%d", s.slot.port(1))
 	peer := fmt.Sprintf("http://127.0.0.1:%d", s.slot.port(2))
-	data := s.path("etcd")
-	if err := os.MkdirAll(data, 0o700); err != nil {
-		return err
-	}
-	if s.root {
-		if err := s.processes.OnThread(func() error { return privateTmpfs(data) }); err != nil {
-			return err
-		}
-	}
 	runtimeConfig, gates := classic(s.version)
 	bind := "127.0.0.1"
 	if s.options.Nodes > 0 {
 		bind = "0.0.0.0" // nodes connect over their links
 	}
 	pki := s.ca.path
-	s.define("etcd", "--data-dir="+data, "--listen-client-urls="+etcd, "--advertise-client-urls="+etcd,
+	s.define("etcd", "--data-dir="+s.path("etcd"), "--listen-client-urls="+etcd, "--advertise-client-urls="+etcd,
 		"--listen-peer-urls="+peer, "--initial-advertise-peer-urls="+peer, "--initial-cluster=default="+peer,
 		"--unsafe-no-fsync", "--log-level=warn")
 	admission := []string{"--enable-admission-plugins=NodeRestriction"}
@@ -148,7 +139,20 @@ func (s *supervisor) startControlPlane(ctx context.Context) error {
 	s.define("scheduler", append([]string{"--config=" + s.path("scheduler.yaml"), fmt.Sprintf("--secure-port=%d", s.slot.port(4)),
 		"--tls-cert-file=" + pki("scheduler.crt"), "--tls-private-key-file=" + pki("scheduler.key"),
 		"--authentication-kubeconfig=" + scheduler, "--authorization-kubeconfig=" + scheduler}, gates...)...)
+}
 
+// startControlPlane returns once the API server is ready; it has started the other components by then.
+func (s *supervisor) startControlPlane(ctx context.Context) error {
+	data := s.path("etcd")
+	if err := os.MkdirAll(data, 0o700); err != nil {
+		return err
+	}
+	if s.root {
+		if err := s.processes.OnThread(func() error { return privateTmpfs(data) }); err != nil {
+			return err
+		}
+	}
+	s.defineComponents()
 	for _, name := range []string{"etcd", "apiserver"} {
 		if err := s.start(name); err != nil {
 			return err
@@ -177,12 +181,12 @@ func (s *supervisor) define(name string, flags ...string) {
 
 // start starts a defined component that is not running.
 func (s *supervisor) start(name string) error {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
 	arguments := s.components[name]
 	if arguments == nil {
 		return fmt.Errorf("the control plane has no %q", name)
 	}
-	s.mutex.Lock()
-	defer s.mutex.Unlock()
 	if s.removing {
 		return errAsked
 	}

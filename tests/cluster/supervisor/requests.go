@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"drayman.dev/tests/cluster/protocol"
+	"drayman.dev/tests/cluster/recipe"
 )
 
 // answer handles a request.
@@ -27,6 +28,8 @@ func (s *supervisor) serve(ctx context.Context, request protocol.Request) (proto
 	case request.Do == "user":
 		path, err := s.addUser(request.User, request.Groups)
 		return protocol.Answer{Path: path}, err
+	case request.Do == "upgrade":
+		return protocol.Answer{}, s.upgrade(ctx, request.Version)
 	case request.Node != nil:
 		if *request.Node < 0 || *request.Node >= len(s.nodes) {
 			return protocol.Answer{}, fmt.Errorf("there is no node %d", *request.Node)
@@ -55,6 +58,26 @@ func (s *supervisor) addUser(user string, groups []string) (string, error) {
 		return path, nil
 	}
 	return path, s.ca.kubeconfig(path, s.server(), user, groups)
+}
+
+// upgrade makes components that are started from now on those of another version.
+func (s *supervisor) upgrade(ctx context.Context, text string) error {
+	version, err := recipe.ParseVersion(text)
+	if err != nil {
+		return err
+	}
+	programs, err := recipe.Build(ctx, s.options.Target, version, len(s.nodes) > 0)
+	if err != nil {
+		return err
+	}
+	s.mutex.Lock()
+	s.version, s.programs = version, programs
+	s.defineComponents()
+	s.mutex.Unlock()
+	return s.eachNode(func(n *node) error {
+		_, err := n.ask(protocol.Request{Do: "upgrade", Kubernetes: programs.Kubernetes, Minor: version.Minor})
+		return err
+	})
 }
 
 func (s *supervisor) stop(name string, signal syscall.Signal) error {

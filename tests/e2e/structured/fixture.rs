@@ -17,7 +17,7 @@ use crate::harness::{Cluster, IMAGE, TIMEOUT};
 use crate::setup::{DRIVER, Program, REGISTERED, Setup, is_gone, pod_from};
 
 /// One kind, `test`.
-pub(super) const CONFIGURATION: &str = "\
+pub(crate) const CONFIGURATION: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
 kinds:
@@ -26,12 +26,12 @@ kinds:
 ";
 
 /// A cluster with one node, the class `test`, and a companion for these devices, each `(major, minor)`.
-pub(super) async fn start(configuration: &str, devices: &[(u32, u32)]) -> anyhow::Result<(Setup, Program)> {
+pub(crate) async fn start(configuration: &str, devices: &[(u32, u32)]) -> anyhow::Result<(Setup, Program)> {
     start_with(configuration, devices, &[]).await
 }
 
 /// As [`start`], with more flags for the companion.
-pub(super) async fn start_with(
+pub(crate) async fn start_with(
     configuration: &str,
     devices: &[(u32, u32)],
     flags: &[&str],
@@ -51,7 +51,7 @@ pub(super) async fn start_with(
 }
 
 /// Creates a class for the devices of a kind.
-pub(super) async fn make_class(setup: &Setup, name: &str, kind: &str) -> anyhow::Result<()> {
+pub(crate) async fn make_class(setup: &Setup, name: &str, kind: &str) -> anyhow::Result<()> {
     let expression =
         format!("device.driver == \"{DRIVER}\" && device.attributes[\"{DRIVER}\"].kind == \"{kind}\"");
     setup
@@ -63,22 +63,22 @@ pub(super) async fn make_class(setup: &Setup, name: &str, kind: &str) -> anyhow:
 }
 
 /// Claims of the namespace `default`.
-pub(super) fn claims(setup: &Setup) -> Api<ResourceClaim> {
+pub(crate) fn claims(setup: &Setup) -> Api<ResourceClaim> {
     Api::namespaced(setup.cluster.client(), "default")
 }
 
 /// The spec of a claim for one device of the class `test`.
-pub(super) fn one_device() -> Value {
+pub(crate) fn one_device() -> Value {
     one_device_of("test")
 }
 
 /// The spec of a claim for one device of a class.
-pub(super) fn one_device_of(class: &str) -> Value {
+pub(crate) fn one_device_of(class: &str) -> Value {
     json!({ "devices": { "requests": [{ "name": "device", "exactly": { "deviceClassName": class } }] } })
 }
 
 /// Creates a claim.
-pub(super) async fn make_claim(setup: &Setup, name: &str, spec: &Value) -> anyhow::Result<()> {
+pub(crate) async fn make_claim(setup: &Setup, name: &str, spec: &Value) -> anyhow::Result<()> {
     let claim = json!({ "metadata": { "name": name }, "spec": spec });
     claims(setup)
         .create(&PostParams::default(), &serde_json::from_value(claim)?)
@@ -88,12 +88,12 @@ pub(super) async fn make_claim(setup: &Setup, name: &str, spec: &Value) -> anyho
 }
 
 /// Creates a pod with one container, `main`, that uses the claim of the same name.
-pub(super) async fn make_pod(setup: &Setup, name: &str) -> anyhow::Result<()> {
+pub(crate) async fn make_pod(setup: &Setup, name: &str) -> anyhow::Result<()> {
     make_pod_of(setup, name, &[("main", &[])]).await
 }
 
 /// Creates a pod that uses the claim of the same name. Each container names the requests whose devices it gets; none means all.
-pub(super) async fn make_pod_of(
+pub(crate) async fn make_pod_of(
     setup: &Setup,
     name: &str,
     containers: &[(&str, &[&str])],
@@ -126,18 +126,18 @@ pub(super) async fn make_pod_of(
 }
 
 /// Creates a claim and a pod that uses it.
-pub(super) async fn make_pod_with_claim(setup: &Setup, name: &str, spec: &Value) -> anyhow::Result<()> {
+pub(crate) async fn make_pod_with_claim(setup: &Setup, name: &str, spec: &Value) -> anyhow::Result<()> {
     make_claim(setup, name, spec).await?;
     make_pod(setup, name).await
 }
 
 /// Waits until a pod runs, and returns the devices of its container `main`.
-pub(super) async fn devices_of(setup: &Setup, pod: &str) -> anyhow::Result<BTreeSet<String>> {
+pub(crate) async fn devices_of(setup: &Setup, pod: &str) -> anyhow::Result<BTreeSet<String>> {
     devices_in(setup, pod, "main").await
 }
 
 /// Waits until a pod runs, and returns the devices of a container. Those in its variables must equal those in its `/dev`.
-pub(super) async fn devices_in(
+pub(crate) async fn devices_in(
     setup: &Setup,
     pod: &str,
     container: &str,
@@ -167,14 +167,14 @@ pub(super) async fn devices_in(
 }
 
 /// Deletes a pod and its claim, and waits until both are gone.
-pub(super) async fn delete(setup: &Setup, pod: &str) -> anyhow::Result<()> {
+pub(crate) async fn delete(setup: &Setup, pod: &str) -> anyhow::Result<()> {
     setup.cluster.kubectl(&["delete", "pod", pod]).await?;
     setup.cluster.kubectl(&["delete", "resourceclaim", pod]).await?;
     setup.wait(claims(setup), pod, "gone", is_gone()).await.map(drop)
 }
 
 /// Waits until the claim of a pod is allocated, and returns its uid and the allocated devices.
-pub(super) async fn allocated(setup: &Setup, name: &str) -> anyhow::Result<(String, BTreeSet<String>)> {
+pub(crate) async fn allocated(setup: &Setup, name: &str) -> anyhow::Result<(String, BTreeSet<String>)> {
     let met = |claim: Option<&ResourceClaim>| !results(claim).is_empty();
     let claim = setup.wait(claims(setup), name, "allocated", met).await?;
     let uid = claim.as_ref().and_then(|claim| claim.metadata.uid.clone());
@@ -198,7 +198,7 @@ fn results(claim: Option<&ResourceClaim>) -> Vec<String> {
 }
 
 /// Waits until the scheduler reports a pod as unschedulable, with a reason that contains `text`.
-pub(super) async fn waits(setup: &Setup, pod: &str, text: &str) -> anyhow::Result<()> {
+pub(crate) async fn waits(setup: &Setup, pod: &str, text: &str) -> anyhow::Result<()> {
     setup
         .wait_for_event(pod, "FailedScheduling", text)
         .await
@@ -206,14 +206,14 @@ pub(super) async fn waits(setup: &Setup, pod: &str, text: &str) -> anyhow::Resul
 }
 
 /// The slices of the driver, from a watch.
-pub(super) struct Slices {
+pub(crate) struct Slices {
     events: BoxStream<'static, watcher::Result<watcher::Event<ResourceSlice>>>,
     now: BTreeMap<String, ResourceSlice>,
     listed: bool,
 }
 
 impl Slices {
-    pub(super) fn watch(setup: &Setup) -> Self {
+    pub(crate) fn watch(setup: &Setup) -> Self {
         let ours = watcher::Config::default().fields(&format!("spec.driver={DRIVER}"));
         Self {
             events: watcher(Api::all(setup.cluster.client()), ours).boxed(),
@@ -223,7 +223,7 @@ impl Slices {
     }
 
     /// Waits until the slices meet a condition.
-    pub(super) async fn until(
+    pub(crate) async fn until(
         &mut self,
         what: &str,
         met: impl Fn(&BTreeMap<String, ResourceSlice>) -> bool,
@@ -260,7 +260,7 @@ impl Slices {
     }
 
     /// Waits until exactly these devices are published.
-    pub(super) async fn until_offered(&mut self, devices: &BTreeSet<String>) -> anyhow::Result<()> {
+    pub(crate) async fn until_offered(&mut self, devices: &BTreeSet<String>) -> anyhow::Result<()> {
         let what = format!("{devices:?}");
         self.until(&what, |slices| {
             offered(slices)
@@ -272,7 +272,7 @@ impl Slices {
 }
 
 /// The devices of a complete pool: all slices exist and have the same generation.
-pub(super) fn offered(slices: &BTreeMap<String, ResourceSlice>) -> Option<BTreeMap<String, Device>> {
+pub(crate) fn offered(slices: &BTreeMap<String, ResourceSlice>) -> Option<BTreeMap<String, Device>> {
     let first = slices.values().next()?;
     let pool = &first.spec.pool;
     let complete = usize::try_from(pool.resource_slice_count).is_ok_and(|count| count == slices.len())
@@ -287,7 +287,7 @@ pub(super) fn offered(slices: &BTreeMap<String, ResourceSlice>) -> Option<BTreeM
 }
 
 /// Prints percentiles of durations.
-pub(super) fn print_times(what: &str, mut times: Vec<Duration>) {
+pub(crate) fn print_times(what: &str, mut times: Vec<Duration>) {
     times.sort();
     let at = |part: usize| {
         times
@@ -299,7 +299,7 @@ pub(super) fn print_times(what: &str, mut times: Vec<Duration>) {
 }
 
 /// Names of the devices made by [`start`].
-pub(super) fn names(numbers: &[usize]) -> BTreeSet<String> {
+pub(crate) fn names(numbers: &[usize]) -> BTreeSet<String> {
     numbers
         .iter()
         .map(|number| format!("drayman-test-{number}"))
@@ -307,7 +307,7 @@ pub(super) fn names(numbers: &[usize]) -> BTreeSet<String> {
 }
 
 /// Creates a pod.
-pub(super) async fn make(setup: &Setup, pod: Value) -> anyhow::Result<Pod> {
+pub(crate) async fn make(setup: &Setup, pod: Value) -> anyhow::Result<Pod> {
     Ok(setup
         .pods()
         .create(&PostParams::default(), &pod_from(pod)?)

@@ -2,7 +2,7 @@
 
 mod commands;
 mod device_metadata;
-mod fixture;
+pub(crate) mod fixture;
 mod health;
 mod lifecycle;
 mod metrics;

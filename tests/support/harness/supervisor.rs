@@ -47,6 +47,8 @@ pub struct Request {
     pub process: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub signal: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
 }
 
 #[derive(Serialize)]
