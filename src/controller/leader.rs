@@ -210,7 +210,6 @@ async fn hold(
     };
     let mut leader = LeaderElector {
         api: Api::namespaced(client, &election.namespace),
-        request_timeout: settings.request_timeout,
         lease: Lease::new(settings),
         term,
         start: fence.start,
@@ -237,7 +236,6 @@ async fn hold(
 struct LeaderElector {
     api: Api<LeaseObject>,
     election: LeaderElection,
-    request_timeout: Duration,
     lease: Lease,
     /// The term of `lease`, for the fence.
     term: watch::Sender<Option<Range<Moment>>>,
@@ -278,7 +276,7 @@ impl LeaderElector {
         let record = self.object(Some(record.version), record.transitions, "");
         let parameters = PostParams::default();
         let request = self.api.replace(&self.election.name, &parameters, &record);
-        match tokio::time::timeout(self.request_timeout, request).await {
+        match tokio::time::timeout(self.request_timeout(), request).await {
             Ok(Ok(_)) => tracing::info!(lease = %self.shown(), "released"),
             Ok(Err(error)) => tracing::warn!(%error, "the lease could not be released"),
             Err(_) => tracing::warn!("the lease could not be released in time"),
@@ -316,7 +314,7 @@ impl LeaderElector {
     }
 
     async fn read(&self) -> LeaseAnswer {
-        match tokio::time::timeout(self.request_timeout, self.api.get_opt(&self.election.name)).await {
+        match tokio::time::timeout(self.request_timeout(), self.api.get_opt(&self.election.name)).await {
             Ok(Ok(object)) => LeaseAnswer::Read(object.as_ref().map(record)),
             Ok(Err(error)) => {
                 tracing::warn!(lease = %self.shown(), %error, "the lease cannot be read");
@@ -341,7 +339,7 @@ impl LeaderElector {
                 self.api.replace(&self.election.name, &parameters, &object).await
             }
         };
-        match tokio::time::timeout(self.request_timeout, request).await {
+        match tokio::time::timeout(self.request_timeout(), request).await {
             Ok(Ok(object)) => LeaseAnswer::Written(record(&object)),
             Ok(Err(error)) => {
                 tracing::warn!(lease = %self.shown(), %error, "the lease cannot be written");
@@ -370,6 +368,10 @@ impl LeaderElector {
                 ..LeaseSpec::default()
             }),
         }
+    }
+
+    fn request_timeout(&self) -> Duration {
+        self.lease.settings().request_timeout
     }
 
     fn now(&self) -> Moment {

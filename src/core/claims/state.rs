@@ -1126,10 +1126,15 @@ impl ControllerState {
             ItemResult::Recorded => self.statistics.allocations += 1,
             ItemResult::RolledBack => self.statistics.deallocations += 1,
             ItemResult::Unclear(message) => self.report_unclear(&transaction, &key, &message, now),
-            ItemResult::NotDeallocated(error) if self.cache.claim_mut(&key, uid).is_some() => {
+            ItemResult::NotDeallocated(error)
+                if self
+                    .cache
+                    .claim_mut(&key, uid)
+                    .is_some_and(|claim| !claim.is_gone()) =>
+            {
                 self.report_claim(&key, error.reason, error.not_deallocated());
             }
-            // Nobody is left to be notified of a claim that is gone.
+            // A claim that is gone gets no Event.
             ItemResult::NotDeallocated(_) | ItemResult::Continues => {}
         }
         self.transactions.insert(id, transaction);
