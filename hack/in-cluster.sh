@@ -25,7 +25,8 @@ make_devices() {
     "${IN_NODE[@]}" "$PWD/hack/pretend-devices"
 }
 
-# Starts controller and companion. Sets CONTROLLER and COMPANION to their process ids. Their logs are beside the logs of the cluster.
+# Starts the companion and, if the cluster has classic DRA, the controller. Sets CONTROLLER and COMPANION to their process ids. Their logs
+# are beside the logs of the cluster.
 start_drayman() {
     local program=$1 config=$2 as_controller as_node
     "$program" crds | kubectl apply --server-side --filename - >/dev/null
@@ -33,9 +34,12 @@ start_drayman() {
     "$program" crds | kubectl wait --for condition=Established --timeout 30s --filename - >/dev/null
     as_controller=$(kubeconfig_of drayman-controller)
     as_node=$(kubeconfig_of drayman-node)
-    # In its own session, like the companion, so that Ctrl-C reaches only the hook, which then stops both once.
-    setsid "$program" controller --kubeconfig "$as_controller" 2>"$LOG/drayman-controller.log" &
-    CONTROLLER=$!
+    CONTROLLER=
+    if serves v1alpha2; then
+        # In its own session, like the companion, so that Ctrl-C reaches only the hook, which then stops both once.
+        setsid "$program" controller --kubeconfig "$as_controller" 2>"$LOG/drayman-controller.log" &
+        CONTROLLER=$!
+    fi
     start_companion "$program" "$config" "$as_node"
 }
 
@@ -49,9 +53,9 @@ start_structured_drayman() {
     start_companion "$program" "$config" "$as_node"
 }
 
-# Whether the cluster has structured mode.
-serves_structured_mode() {
-    kubectl get --raw /apis/resource.k8s.io | grep --quiet '"resource.k8s.io/v1"'
+# Whether the cluster serves this version of resource.k8s.io.
+serves() {
+    kubectl get --raw /apis/resource.k8s.io 2>/dev/null | grep --quiet "\"resource.k8s.io/$1\""
 }
 
 start_companion() {

@@ -83,7 +83,7 @@ func (m *machine) serve(request protocol.Request) (protocol.Answer, error) {
 		return protocol.Answer{}, m.prepare()
 	case "upgrade":
 		m.Kubernetes, m.Minor = request.Kubernetes, request.Minor
-		return protocol.Answer{}, m.configure()
+		return protocol.Answer{}, m.configure(m.kubeletFile())
 	case "start":
 		return m.start(request.Process)
 	case "stop":
@@ -113,7 +113,9 @@ func (m *machine) prepare() error {
 	if err := m.processes.OnThread(forwardPackets); err != nil {
 		return err
 	}
-	if err := m.configure(); err != nil {
+	files := m.kubeletFile()
+	files["containerd.toml"], files["cni/10-test.conflist"] = containerdConfig, networkConfig
+	if err := m.configure(files); err != nil {
 		return err
 	}
 	if _, err := m.start("containerd"); err != nil {
@@ -207,20 +209,18 @@ func (m *machine) arguments(name string) []string {
 
 func (m *machine) file(name string) string { return filepath.Join(m.Directory, name) }
 
-// configure writes the components' configuration files.
-func (m *machine) configure() error {
-	files := map[string]string{
-		"containerd.toml": containerdConfig, "kubelet.yaml": kubeletConfig, "cni/10-test.conflist": networkConfig,
-	}
+func (m *machine) kubeletFile() map[string]string {
+	return map[string]string{"kubelet.yaml": kubeletConfig + kubeletConfigOf(m.Minor)}
+}
+
+// configure writes configuration files of the components.
+func (m *machine) configure(files map[string]string) error {
 	if err := os.MkdirAll(m.file("cni"), 0o755); err != nil {
 		return err
 	}
 	replace := strings.NewReplacer("$DIRECTORY", m.Directory, "$PODS", m.Pods, "$SOCKET", containerdSocket, "$IMAGE", image.Name,
 		"$CGROUP", m.Cgroup, "$CA", m.CA, "$CERTIFICATE", m.Certificate, "$KEY", m.Key)
 	for name, content := range files {
-		if name == "kubelet.yaml" {
-			content += kubeletConfigOf(m.Minor)
-		}
 		if err := os.WriteFile(m.file(name), []byte(replace.Replace(content)), 0o600); err != nil {
 			return err
 		}

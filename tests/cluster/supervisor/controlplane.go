@@ -92,7 +92,8 @@ func (s *supervisor) nodeServer() string {
 	return fmt.Sprintf("https://%s:%d", s.slot.address(0), s.slot.port(0))
 }
 
-// defineComponents sets the command lines of the control plane for the version.
+// defineComponents sets the command lines of the control plane for the version. The caller holds the mutex, except before requests are
+// served.
 func (s *supervisor) defineComponents() {
 	etcd := fmt.Sprintf("http://127.0.0.1:%d", s.slot.port(1))
 	peer := fmt.Sprintf("http://127.0.0.1:%d", s.slot.port(2))

@@ -60,7 +60,7 @@ func (s *supervisor) addUser(user string, groups []string) (string, error) {
 	return path, s.ca.kubeconfig(path, s.server(), user, groups)
 }
 
-// upgrade makes components that are started from now on those of another version.
+// upgrade sets the version of the components that are started from now on.
 func (s *supervisor) upgrade(ctx context.Context, text string) error {
 	version, err := recipe.ParseVersion(text)
 	if err != nil {

@@ -41,8 +41,6 @@ type Options struct {
 
 type supervisor struct {
 	options   Options
-	version   recipe.Version
-	programs  recipe.Programs
 	root      bool
 	directory string
 	lock      *os.File
@@ -52,7 +50,10 @@ type supervisor struct {
 	processes *process.Group
 	nodes     []*node
 
-	mutex      sync.Mutex
+	mutex sync.Mutex
+	// version and programs are those of the components that are started next.
+	version    recipe.Version
+	programs   recipe.Programs
 	components map[string][]string
 	running    map[string]*process.Process
 	// removing is set once the removal starts; then nothing is started any more.

@@ -305,18 +305,18 @@ impl Cluster {
         self.ask(request).await.map(drop)
     }
 
-    /// Replaces the control plane, except etcd, by that of another version. A kubelet has that version after its next start.
+    /// Replaces the control plane, except etcd, with another version. Kubelet and proxy have that version after their next start.
     pub async fn upgrade_control_plane(&mut self, version: &str) -> anyhow::Result<()> {
-        let components = ["scheduler", "controller-manager", "apiserver"];
-        for component in components {
-            self.stop_component(component, 15).await?;
-        }
         let request = Request {
             r#do: "upgrade",
             version: Some(version.into()),
             ..Request::default()
         };
         self.ask(request).await?;
+        let components = ["scheduler", "controller-manager", "apiserver"];
+        for component in components {
+            self.stop_component(component, 15).await?;
+        }
         version.clone_into(&mut self.description.version);
         for component in components.into_iter().rev() {
             self.start_component(component).await?;
