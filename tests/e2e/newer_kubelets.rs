@@ -1,11 +1,16 @@
 //! The companion's requirements for every kubelet, in any mode of the cluster: registration and the device plugin. To run it on another
 //! version: `DRAYMAN_TEST_KUBERNETES=1.36.3 cargo test --test e2e newer_kubelets`.
 
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context as _;
 use drayman::api::crd::NodeInventory;
 use kube::api::{Api, PostParams};
+use tokio::time::{sleep, timeout};
 
 use crate::commands::{json, run};
-use crate::harness::Cluster;
+use crate::harness::{Cluster, TIMEOUT};
 use crate::pods::{CONFIGURATION, MINORS, PLUGGED, look_inside, make_devices};
 use crate::setup::{REGISTERED, Setup, pod_with_limit};
 
@@ -106,5 +111,38 @@ async fn every_kubelet_finds_the_plugin_by_its_watcher() -> anyhow::Result<()> {
     setup.make_limit_pod("after", PLUGGED).await?;
     let after = look_inside(&setup, "after").await?;
     assert_ne!(after.only_device(), before.only_device());
+    setup.end([companion]).await
+}
+
+/// Kubelet 1.37 refuses another registration of a socket that it is connected to, and forgets the connection.
+#[tokio::test]
+async fn every_kubelet_keeps_a_plugin_whose_socket_is_removed() -> anyhow::Result<()> {
+    let setup = start().await?;
+    let node = setup.cluster.node(0);
+    make_devices(node, "drayman-plugged-", &MINORS[..2])?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    setup.until_allocatable(PLUGGED, "2").await?;
+    let all = std::fs::read_dir(node.path("/var/lib/kubelet/device-plugins"))?;
+    let all: Vec<PathBuf> = all
+        .map(|entry| Ok(entry?.path()))
+        .collect::<anyhow::Result<_>>()?;
+    let is_ours = |path: &&PathBuf| path.to_string_lossy().contains("/drayman-plugged-");
+    let socket = all.iter().find(is_ours).context("a socket")?;
+    std::fs::remove_file(socket)?;
+    let recreated = async {
+        while !socket.exists() {
+            sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(TIMEOUT, recreated).await.context("the socket is back")?;
+    make_devices(node, "drayman-plugged-more-", &MINORS[2..3])?;
+    setup.until_allocatable(PLUGGED, "3").await?;
+
+    companion.end().await?;
+    setup.until_allocatable(PLUGGED, "0").await?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    setup.until_allocatable(PLUGGED, "3").await?;
+    node.remove("/dev/drayman-plugged-0")?;
+    setup.until_allocatable(PLUGGED, "2").await?;
     setup.end([companion]).await
 }

@@ -26,8 +26,10 @@ use crate::node::state::storage::disk::Identity;
 const VERSION: &str = "v1beta1";
 /// Deadline of a registration, within which kubelet dials the plugin for up to 10 s.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
-/// How long a registered plugin may be without ListAndWatch before it registers again.
-const GRACE: Duration = Duration::from_secs(2);
+/// How long a registered plugin may be without ListAndWatch before it registers again: after the registration, and after a stream has ended.
+/// Kubelet 1.37 refuses another registration of a socket that it is connected to, and then never lets that socket register again until it
+/// restarts, so a slow kubelet gets time.
+const GRACE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(2));
 /// First and longest delay before a failed or lost registration is retried.
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(30));
 
@@ -46,7 +48,7 @@ pub(super) struct Streams {
 
 /// Keeps one resource registered through `kubelet.sock`.
 ///
-/// Streams of earlier registrations are left open: up to 1.35, when one ends, kubelet disconnects the current plugin of the same
+/// Streams of earlier registrations are left open: up to 1.36, when one ends, kubelet disconnects the current plugin of the same
 /// resource name (kubernetes#121994), which would end the new registration.
 pub(super) struct Registrar {
     pub(super) kubelet: PathBuf,
@@ -79,7 +81,12 @@ impl Registrar {
                 self.state.send_replace(KubeletApiState::Waiting);
             }
             let resource = &self.resource_name;
-            match self.register().await {
+            let registered = match self.register().await {
+                // The answer was lost, or came late.
+                Err(RegistrationFailure::Absent(_)) if self.is_watched(streams_before) => Ok(()),
+                registered => registered,
+            };
+            match registered {
                 Ok(()) => {
                     tracing::info!(resource, "kubelet has registered the extended resource");
                     self.state.send_replace(KubeletApiState::Registered);
@@ -129,19 +136,15 @@ impl Registrar {
         let mut held = false;
         let mut watched_last = Instant::now();
         loop {
-            let watched = self
-                .streams
-                .borrow_and_update()
-                .open
-                .range(streams_before + 1..)
-                .next()
-                .is_some();
+            self.streams.mark_unchanged();
+            let watched = self.is_watched(streams_before);
             held |= watched;
             if watched {
                 watched_last = Instant::now();
             }
             tokio::select! {
-                Ok(()) = self.published.changed() => return true,
+                // A socket that was recreated is not registered again while kubelet is connected: see `GRACE`.
+                Ok(()) = self.published.changed(), if !watched => return true,
                 Ok(()) = self.directory.changed() => if is_another(kubelet, Identity::of(&self.kubelet)) {
                     return true;
                 },
@@ -150,7 +153,7 @@ impl Registrar {
                         watched_last = Instant::now();
                     }
                 }
-                () = sleep_until(watched_last + GRACE), if !watched => {
+                () = sleep_until(watched_last + if held { GRACE.1 } else { GRACE.0 }), if !watched => {
                     tracing::warn!(
                         resource = self.resource_name,
                         "kubelet does not watch the devices; registering again"
@@ -159,6 +162,12 @@ impl Registrar {
                 }
             }
         }
+    }
+
+    /// Whether kubelet has opened a stream since, and it is open.
+    fn is_watched(&self, streams_before: u64) -> bool {
+        let streams = self.streams.borrow();
+        streams.open.range(streams_before + 1..).next().is_some()
     }
 
     async fn register(&self) -> Result<(), RegistrationFailure> {
