@@ -1,12 +1,16 @@
 //! Kubernetes is upgraded under a running companion: first the control plane, then kubelet. The default is an upgrade from classic to
 //! structured mode. To upgrade from another version: `DRAYMAN_TEST_KUBERNETES=1.36.3 cargo test --test e2e cluster_upgrade`.
 
+use std::collections::BTreeMap;
+
 use drayman::api::crd::NodeInventory;
-use kube::api::{Api, DeleteParams};
+use jiff::Timestamp;
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::api::{Api, DeleteParams, ListParams};
 
 use crate::harness::{Cluster, STRUCTURED_VERSION};
 use crate::pods::{CONFIGURATION, MINORS, PLUGGED, look_inside, make_devices};
-use crate::setup::Setup;
+use crate::setup::{DRIVER, Setup};
 use crate::structured::fixture::{
     Slices, delete, devices_of, make_class, make_pod_with_claim, names, one_device,
 };
@@ -26,6 +30,8 @@ async fn an_upgrade_of_kubernetes_reaches_a_running_companion() -> anyhow::Resul
         make_class(&setup, "test", "test").await?;
         make_pod_with_claim(&setup, "before", &one_device()).await?;
         assert_eq!(devices_of(&setup, "before").await?.len(), 1);
+    } else {
+        setup.until_inventory(DRIVER, |_| true).await?;
     }
 
     setup.cluster.upgrade_control_plane(STRUCTURED_VERSION).await?;
@@ -47,18 +53,36 @@ async fn an_upgrade_of_kubernetes_reaches_a_running_companion() -> anyhow::Resul
     }
     let all = names(&[0, 1]);
     let mut slices = Slices::watch(&setup);
-    slices.until_offered(&all).await?;
     let node = setup.cluster.node(0);
+    if had_structured_mode {
+        slices.until_offered(&all).await?;
+    } else {
+        setup
+            .wait_for_event(node.name(), "ClaimsServed", "resource.k8s.io/v1 now")
+            .await?;
+    }
+    let stopped = Timestamp::now();
     node.stop("kubelet", 15).await?;
     // A later kubelet does not start with the claim list of 1.27 to 1.30.
     let claim_list = "/var/lib/kubelet/dra_manager_state";
     if !had_structured_mode && node.path(claim_list).exists() {
         node.remove(claim_list)?;
     }
-    node.start("kubelet").await?;
+    let followed = async {
+        // A restart of kubelet deletes the slices.
+        slices.until("deleted", BTreeMap::is_empty).await?;
+        slices.until_offered(&all).await
+    };
+    let (started, followed) = tokio::join!(node.start("kubelet"), followed);
+    started?;
+    followed?;
+    // An earlier kubelet would start pods without the devices of their claims.
+    let offered = Api::<ResourceSlice>::all(setup.cluster.client());
+    for slice in offered.list(&ListParams::default()).await? {
+        let created = slice.metadata.creation_timestamp.expect("a time").0;
+        assert!(created.as_second() >= stopped.as_second(), "{created} {stopped}");
+    }
 
-    // A restart of kubelet deletes the slices.
-    slices.until_offered(&all).await?;
     make_pod_with_claim(&setup, "after", &one_device()).await?;
     let after = devices_of(&setup, "after").await?;
     assert!(after.len() == 1 && after.is_subset(&all), "{after:?}");

@@ -48,7 +48,7 @@ pub struct ClusterFacts {
     pub node_uid: Option<String>,
     /// The API for claims; `None` until an API server has answered.
     pub claims: Option<ClaimsApi>,
-    /// The minor version of the API server.
+    /// The minor version by which features are chosen: of the API server, or of this node's kubelet if that is older.
     pub minor: Option<u32>,
 }
 

@@ -13,7 +13,9 @@ use crate::core::discovery::device_events::DeviceEvent;
 const DEVIATIONS: u32 = 3;
 /// Pause before the next check after an unconfirmed deviating answer.
 const DOUBT: Duration = Duration::from_secs(10);
-/// Pause between checks while claims are not served. It bounds the delay after the API has been enabled.
+/// First minor version of kubelet that prepares claims of `v1` by default. Earlier ones start a pod without its devices.
+pub const FIRST_STRUCTURED_MINOR: u32 = 34;
+/// Pause between checks while claims are not served. It bounds the delay after the API has been enabled, or kubelet upgraded.
 const NOT_SERVED: Duration = Duration::from_secs(60);
 /// Pause between checks while claims are served. Only a cluster upgrade changes the API.
 const SERVED: Duration = Duration::from_secs(600);
@@ -89,11 +91,29 @@ impl ClaimsApi {
     }
 }
 
+/// The minor version by which features are chosen: that of the API server, or of this node's kubelet if that is older. During an upgrade
+/// the scheduler may be older than the API server, but not older than a kubelet, which is upgraded last.
+pub fn usable_minor(api_server: Option<u32>, kubelet: Option<u32>) -> Option<u32> {
+    api_server.map(|minor| kubelet.map_or(minor, |kubelet| minor.min(kubelet)))
+}
+
+/// Whether a node of this minor version ([`usable_minor`]) cannot prepare claims of `v1`.
+pub fn is_too_early(minor: Option<u32>) -> bool {
+    minor.is_some_and(|minor| minor < FIRST_STRUCTURED_MINOR)
+}
+
+/// The minor version in text such as `v1.34.2+k3s1`.
+pub fn minor_of(version: &str) -> Option<u32> {
+    let minor = version.strip_prefix("v1.")?;
+    let end = minor.find(|c: char| !c.is_ascii_digit()).unwrap_or(minor.len());
+    minor[..end].parse().ok()
+}
+
 /// The current knowledge about the API for claims.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Discovery {
     served: Option<ClaimsApi>,
-    /// The minor version of API servers that serve `v1`, by which features are known.
+    /// The minor version by which features are chosen, if the API servers serve `v1` ([`usable_minor`]).
     minor: Option<u32>,
     /// Answers in a row with another API, while claims are served.
     deviations: u32,
@@ -116,7 +136,7 @@ impl Discovery {
         self.served
     }
 
-    /// The minor version of the API servers; `None` until one that serves `v1` has answered.
+    /// The minor version by which features are chosen; `None` until an API server that serves `v1` has answered.
     pub fn minor(&self) -> Option<u32> {
         self.minor
     }
@@ -126,7 +146,9 @@ impl Discovery {
         let offered = self.served.filter(|api| *api != ClaimsApi::None);
         let is_other_api = offered.is_some_and(|api| api != served);
         let minors = self.minor.zip(minor);
-        let is_other_minor = offered == Some(served) && minors.is_some_and(|(known, minor)| known != minor);
+        let is_other_minor = offered == Some(served)
+            && !is_too_early(self.minor)
+            && minors.is_some_and(|(known, minor)| known != minor);
         self.deviations = if is_other_api { self.deviations + 1 } else { 0 };
         self.minor_deviations = if is_other_minor {
             self.minor_deviations + 1
@@ -148,6 +170,7 @@ impl Discovery {
         match self.served {
             Some(ClaimsApi::None) | None => NOT_SERVED,
             Some(_) if self.deviations > 0 || self.minor_deviations > 0 => DOUBT,
+            Some(ClaimsApi::Structured) if is_too_early(self.minor) => NOT_SERVED,
             Some(_) => SERVED,
         }
     }
@@ -234,6 +257,41 @@ mod tests {
         }
         api.answered(ClaimsApi::Structured, None);
         assert_eq!((api.minor(), api.pause()), (Some(36), SERVED));
+    }
+
+    #[test]
+    fn an_older_kubelet_limits_the_features() {
+        for (api_server, kubelet, usable) in [
+            (Some(37), Some("v1.37.2"), Some(37)),
+            (Some(36), Some("v1.35.4-eks-113cf36"), Some(35)),
+            (Some(34), Some("v1.33.13+k3s1"), Some(33)),
+            (Some(36), Some("v1.37.0-alpha.1"), Some(36)),
+            (Some(36), Some("unknown"), Some(36)),
+            (Some(36), Some("v1."), Some(36)),
+            (Some(36), Some("v1.99999999999"), Some(36)),
+            (Some(36), None, Some(36)),
+            (None, Some("v1.37.2"), None),
+        ] {
+            assert_eq!(
+                usable_minor(api_server, kubelet.and_then(minor_of)),
+                usable,
+                "{kubelet:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_kubelet_that_is_too_early_is_checked_each_minute() {
+        let mut api = Discovery::default();
+        api.answered(ClaimsApi::Structured, Some(33));
+        assert!(is_too_early(api.minor()) && !is_too_early(Some(34)) && !is_too_early(None));
+        assert_eq!(api.pause(), NOT_SERVED);
+        api.answered(ClaimsApi::Structured, Some(34));
+        assert_eq!(
+            (api.minor(), api.pause()),
+            (Some(34), SERVED),
+            "one answer starts it"
+        );
     }
 
     #[test]

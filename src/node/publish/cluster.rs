@@ -3,7 +3,7 @@
 use http::Request;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::APIGroup;
-use kube::api::Api;
+use kube::api::{Api, GetParams};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -11,7 +11,7 @@ use super::calls::{PublishError, call, spread};
 use crate::api::resource;
 use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::prepare::checkpoint::ClusterFacts;
-use crate::core::prepare::claims_api::{ClaimsApi, Discovery};
+use crate::core::prepare::claims_api::{ClaimsApi, Discovery, is_too_early, minor_of, usable_minor};
 use crate::node::context::NodeContext;
 
 /// Reads facts about the cluster and publishes them.
@@ -72,18 +72,32 @@ impl ClusterReader {
             .uid
             .clone()
             .ok_or_else(|| PublishError::NoUid(self.context.node_name.clone()))?;
-        self.read_claims_api().await?;
+        self.read_claims_api_for(&node).await?;
         self.update_facts(|facts| facts.node_uid = Some(uid));
         Ok(node)
     }
 
-    /// Queries again which API for claims the cluster serves: it may have been enabled or disabled, and API servers may differ.
+    /// Queries again which API for claims the cluster serves: it may have been enabled or disabled, API servers may differ, and kubelet may
+    /// have been upgraded.
     pub(super) async fn read_claims_api(&mut self) -> Result<(), PublishError> {
+        let nodes: Api<Node> = Api::all(self.context.client.clone());
+        // From the API server's cache.
+        match call(nodes.get_with(&self.context.node_name, &GetParams::any())).await {
+            Ok(node) => self.read_claims_api_for(&node).await,
+            Err(error) => {
+                self.delay();
+                Err(error)
+            }
+        }
+    }
+
+    async fn read_claims_api_for(&mut self, node: &Node) -> Result<(), PublishError> {
         let answer = self.served_claims().await;
         if let Ok((served, minor)) = answer {
+            let minor = usable_minor(minor, kubelet_minor(node));
             self.unwritten.extend(self.claims.answered(served, minor));
         }
-        self.due = Instant::now() + spread(self.claims.pause(), &self.context.node_name);
+        self.delay();
         answer?;
         let claims = self.claims;
         self.update_facts(|facts| {
@@ -91,6 +105,17 @@ impl ClusterReader {
             facts.minor = claims.minor();
         });
         Ok(())
+    }
+
+    /// Queries again at once if kubelet was too old for claims, after its registration status has changed: it may have been upgraded.
+    pub(super) fn kubelet_changed(&mut self) {
+        if is_too_early(self.claims.minor()) {
+            self.due = Instant::now();
+        }
+    }
+
+    fn delay(&mut self) {
+        self.due = Instant::now() + spread(self.claims.pause(), &self.context.node_name);
     }
 
     fn update_facts(&self, change: impl FnOnce(&mut ClusterFacts)) {
@@ -120,4 +145,9 @@ impl ClusterReader {
         let version = call(self.context.client.apiserver_version()).await?;
         Ok((api, version.minor.trim_end_matches('+').parse().ok()))
     }
+}
+
+/// The minor version of the node's kubelet.
+fn kubelet_minor(node: &Node) -> Option<u32> {
+    minor_of(&node.status.as_ref()?.node_info.as_ref()?.kubelet_version)
 }

@@ -130,7 +130,7 @@ impl InventoryPublisher {
                 () = shutdown.cancelled() => break,
                 () = sleep(retry.unwrap_or_default()), if retry.is_some() => {}
                 Ok(()) = self.devices.changed(), if retry.is_none() => {}
-                Ok(()) = self.registration_status.changed(), if retry.is_none() => {}
+                Ok(()) = self.registration_status.changed(), if retry.is_none() => cluster.kubelet_changed(),
                 // An event needs the Node: without it, the event waits in the queue.
                 Some(notice) = next_notice(self.notices.as_mut()), if node.is_some() => {
                     if let Some(node) = &node {

@@ -3,7 +3,8 @@
 //! Writes are sent one at a time, each only if a stored slice differs from the desired one. An idle node reads and writes nothing besides
 //! its watch, which reports the slices that others delete: kubelet, when it restarts or the companion is away for more than 30 seconds, or
 //! the garbage collector, with the Node. A stop deletes nothing, so a restart within that time keeps the pool. If the API server drops a
-//! feature that a device needs, an hourly dry run finds out whether it still does.
+//! feature that a device needs, dry runs find out whether it still does. A kubelet that cannot prepare claims gets no slices, because it
+//! would start pods without their devices.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
@@ -28,7 +29,7 @@ use super::calls::{PublishError, RETRY, call, spread};
 use super::inventory::InventoryPublisher;
 use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::prepare::checkpoint::ClusterFacts;
-use crate::core::prepare::claims_api::ClaimsApi;
+use crate::core::prepare::claims_api::{ClaimsApi, FIRST_STRUCTURED_MINOR, is_too_early};
 use crate::core::prepare::inventory::Devices;
 use crate::core::slices::{Altered, Features, NodePool, Omission, Omitted, Slices, Write};
 use crate::node::context::NodeContext;
@@ -41,8 +42,9 @@ const BURST: u32 = 20;
 const REFILL: Duration = Duration::from_secs(1);
 /// Longest pause that an API server can ask for, so that writes soon resume after a fault.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(60);
-/// Interval between dry runs with dropped features. Gates change only by hand and in upgrades, so an hour is soon enough.
-const PROBE_INTERVAL: Duration = Duration::from_secs(3600);
+/// First and longest pause between dry runs with dropped features: soon after an upgrade, in which a request can meet an older API server;
+/// rarely if a gate stays off.
+const PROBE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(3600));
 
 /// The task that publishes the slices.
 pub(super) struct SlicePublisher {
@@ -165,17 +167,29 @@ impl SlicePublisher {
         }
     }
 
-    /// Publishes while the cluster is in structured mode, until the token is cancelled.
+    /// Publishes while the cluster is in structured mode and kubelet prepares claims, until the token is cancelled.
     pub(super) async fn run(self, shutdown: CancellationToken) {
+        let can_publish =
+            |facts: &ClusterFacts| facts.serves(ClaimsApi::Structured) && !is_too_early(facts.minor);
         let mut cluster = self.cluster.clone();
+        let mut complained = false;
         loop {
-            let begin =
-                cluster.wait_for(|facts| facts.serves(ClaimsApi::Structured) && facts.node_uid.is_some());
+            let begin = cluster.wait_for(|facts| {
+                if facts.serves(ClaimsApi::Structured) && is_too_early(facts.minor) && !complained {
+                    complained = true;
+                    warn!(
+                        reason = "KubeletTooOld",
+                        "the kubelet of this node does not prepare claims of resource.k8s.io/v1: no slices are published before its \
+                         upgrade to Kubernetes 1.{FIRST_STRUCTURED_MINOR}"
+                    );
+                }
+                can_publish(facts) && facts.node_uid.is_some()
+            });
             tokio::select! {
                 () = shutdown.cancelled() => return,
                 known = begin => if known.is_err() { return },
             }
-            let end = cluster.wait_for(|facts| !facts.serves(ClaimsApi::Structured));
+            let end = cluster.wait_for(|facts| !can_publish(facts));
             let ended = tokio::select! {
                 () = shutdown.cancelled() => return,
                 ended = end => ended.is_ok(),
@@ -184,7 +198,7 @@ impl SlicePublisher {
             if !ended {
                 return;
             }
-            info!("the cluster no longer serves resource.k8s.io/v1: slices are not published");
+            info!("the cluster or kubelet no longer serves resource.k8s.io/v1: slices are not published");
             self.context.metrics.set_slices(SliceCounts::default());
         }
     }
@@ -259,8 +273,9 @@ struct Publication<'a> {
     /// Slices whose last write may have been executed, or that a list lacks. Until they are read, a device in one of them could be published
     /// in another slice, too.
     unknown: BTreeSet<String>,
-    /// When the next dry run with dropped features may be sent.
+    /// When the next dry run with dropped features may be sent, and the pause after it.
     probe_due: Instant,
+    probe_pause: Duration,
     budget: Budget,
     retry: WriteRetry<'a>,
     /// When a rejected write may be sent again. The others do not wait for it.
@@ -289,6 +304,7 @@ impl<'a> Publication<'a> {
             is_node_confirmed: false,
             unknown: BTreeSet::new(),
             probe_due: Instant::now(),
+            probe_pause: PROBE.0,
             budget: Budget::new(),
             retry: WriteRetry::new(&context.node_name),
             rejection: WriteRetry::new(&context.node_name),
@@ -402,7 +418,8 @@ impl<'a> Publication<'a> {
     }
 
     fn delay_probe(&mut self) {
-        self.probe_due = Instant::now() + spread(PROBE_INTERVAL, &self.publisher.context.node_name);
+        self.probe_due = Instant::now() + spread(self.probe_pause, &self.publisher.context.node_name);
+        self.probe_pause = PROBE.1.min(self.probe_pause * 2);
     }
 
     async fn write(&mut self, write: &Write) -> Result<(), SliceError> {
@@ -426,6 +443,7 @@ impl<'a> Publication<'a> {
                     self.retry.reset();
                 }
                 if altered.iter().any(|altered| *altered != Altered::Otherwise) {
+                    self.probe_pause = PROBE.0;
                     self.delay_probe();
                 }
                 self.reports.altered(write, altered, &self.node_uid).await;
@@ -704,12 +722,12 @@ impl<'a> SliceReports<'a> {
             }
             let what = match altered {
                 Altered::TaintsDropped => {
-                    "the API server dropped device taints: unhealthy devices are withdrawn instead; switch the feature gate \
-                     DRADeviceTaints on in every API server"
+                    "the API server dropped device taints: unhealthy devices are withdrawn instead; upgrade every API server, \
+                     or switch the feature gate DRADeviceTaints on in it"
                 }
                 Altered::SharesDropped => {
-                    "the API server dropped allowMultipleAllocations: devices with shares are not published; switch the feature gate \
-                     DRAConsumableCapacity on in every API server, or remove shares from the kind"
+                    "the API server dropped allowMultipleAllocations: devices with shares are not published; upgrade every API \
+                     server, switch the feature gate DRAConsumableCapacity on in it, or remove shares from the kind"
                 }
                 Altered::Otherwise => {
                     "it is stored in another form than written, which is kept: an admission webhook changes it, or the API server drops \
@@ -731,8 +749,8 @@ impl<'a> SliceReports<'a> {
         let are_new = shares.iter().any(|device| !self.shares.contains(device));
         if are_new {
             let note = format!(
-                "devices with shares are not published, since that needs Kubernetes 1.36 with the feature gate DRAConsumableCapacity; \
-                 upgrade the cluster or remove shares from the kind: {}",
+                "devices with shares are not published, since that needs Kubernetes 1.36 (API server and kubelet) with the feature gate \
+                 DRAConsumableCapacity; upgrade, or remove shares from the kind: {}",
                 shares.join(", ")
             );
             self.write_event("DevicesNotPublished", note, node_uid).await;

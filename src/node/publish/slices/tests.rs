@@ -641,14 +641,31 @@ async fn a_dropped_feature_is_tried_again_by_dry_runs() {
     let _running = publish(&server, named(&[("a", true), ("b", false)]));
     after(1.0).await;
     let writes = server.writes();
-    after(3.0 * 3600.0).await;
+    after(100.0).await;
+    assert_eq!(server.state().dry_runs, 1, "soon after an upgrade");
+    after(5.0 * 3600.0).await;
     assert_eq!((server.writes(), server.devices().len()), (writes, 1));
     let dry_runs = server.state().dry_runs;
-    assert!((2..=3).contains(&dry_runs), "{dry_runs}");
+    assert!(
+        (8..=11).contains(&dry_runs),
+        "once an hour in the end: {dry_runs}"
+    );
     server.state().drops_taints = false;
     after(2.0 * 3600.0).await;
     assert_eq!(server.devices(), ["a", "b"]);
     assert_eq!(server.reasons(), ["ResourceSliceAltered"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_kubelet_that_is_too_old_for_claims_gets_no_slices() {
+    let server = SliceServer::new();
+    let running = publish(&server, many(1));
+    running.cluster.send_modify(|facts| facts.minor = Some(33));
+    after(60.0).await;
+    assert_eq!(server.count("POST"), 0);
+    running.cluster.send_modify(|facts| facts.minor = Some(34));
+    after(1.0).await;
+    assert_eq!(server.devices().len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
