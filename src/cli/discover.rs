@@ -191,7 +191,7 @@ fn propose(paths: HostPaths) -> Result<ExitCode, Error> {
     };
     write(&format!(
         "# Keep the kinds that pods may claim, and check the file with `drayman config check`. In values of the chart, the kinds are\n\
-         # deviceKinds.\n{configuration}"
+         # deviceKinds. Kubernetes 1.31 to 1.33 has no claims: there, each kind needs mode: extended-resource and a resourceName.\n{configuration}"
     ))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -310,6 +310,11 @@ null
 {{- toJson $kinds }}
 {{- end }}
 
+{{/* How many claims can hold a device of this kind at once. With these presets, every pod of a node can. */}}
+{{- define "drayman.shares" -}}
+{{- default (ternary 110 1 (has .preset (list "fuse" "hwrng" "kvm" "tun" "vhost-net"))) .shares }}
+{{- end }}
+
 {{/* Whether any of these kinds has the mode `both`: "true" or nothing. */}}
 {{- define "drayman.modeBoth" -}}
 {{- range . }}

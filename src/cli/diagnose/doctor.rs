@@ -121,18 +121,24 @@ pub fn server(
         let what = "does not serve classic Dynamic Resource Allocation, which no device here needs: all are extended resources";
         return vec![DoctorFinding::fine(check, format!("{version} {what}"))];
     }
-    let mut findings = vec![if classic {
-        DoctorFinding::fine(
-            check,
-            format!("{version} has classic Dynamic Resource Allocation"),
+    let unknown = |error| {
+        DoctorFinding::warning(
+            "api",
+            error,
+            "if you may not read the path /apis, ask for the ClusterRole system:discovery; otherwise see the API server's log",
         )
-    } else {
-        DoctorFinding::problem(
+    };
+    if !classic {
+        return vec![serves_resource.map_or_else(unknown, |_| DoctorFinding::problem(
             check,
-            format!("{version} does not have resource.k8s.io/v1alpha2 in the form of 1.27 to 1.{newest}"),
-            "claims cannot be served here; devices of mode extended-resource still can, through the device plugin API",
-        )
-    }];
+            format!("{version} serves neither resource.k8s.io/v1 nor v1alpha2 in the form of 1.27 to 1.{newest}"),
+            "claims need 1.27 to 1.30, or 1.34 and later; devices of mode extended-resource are served through the device plugin API: if you have no others, ignore this",
+        ))];
+    }
+    let mut findings = vec![DoctorFinding::fine(
+        check,
+        format!("{version} has classic Dynamic Resource Allocation"),
+    )];
     let check = "api";
     findings.push(match serves_resource {
         Ok(true) => DoctorFinding::fine(check, "resource.k8s.io/v1alpha2 is served"),
@@ -143,11 +149,7 @@ pub fn server(
              --runtime-config=resource.k8s.io/v1alpha2=true, and set the gate in kube-controller-manager, kube-scheduler \
              and every kubelet too",
         ),
-        Err(error) => DoctorFinding::warning(
-            check,
-            error,
-            "if you may not read the path /apis, ask for the ClusterRole system:discovery; otherwise see the API server's log",
-        ),
+        Err(error) => unknown(error),
     });
     findings
 }

@@ -214,23 +214,26 @@ pub fn by_symptoms(
     vec![scheduler, manager]
 }
 
-/// Checks the gates in kubelet's configuration file: this gate and `AllAlpha`.
+/// Checks the gates in kubelet's configuration file: this gate, and `AllAlpha`, which includes it up to Kubernetes 1.31.
 pub fn configuration(file: &str, gate: Option<bool>, all_alpha: Option<bool>) -> DoctorFinding {
-    let fix = format!("set featureGates: {{{GATE}: true}} there and restart kubelet");
-    match gate.or(all_alpha) {
+    match gate {
         Some(true) => DoctorFinding::fine(CHECK, format!("kubelet has {GATE} on, by {file}")),
         Some(false) => DoctorFinding::problem(
             CHECK,
             format!("kubelet has {GATE} off, by {file}: pods with claims get no device here"),
-            fix,
+            format!("set featureGates: {{{GATE}: true}} there and restart kubelet"),
         ),
-        None => DoctorFinding::warning(
+        None if all_alpha == Some(true) => DoctorFinding::fine(
             CHECK,
             format!(
-                "{file} does not enable {GATE}; below Kubernetes 1.34, pods with claims get no device here"
+                "kubelet has {GATE} on, by AllAlpha in {file} up to Kubernetes 1.31, and by default from 1.34 on"
             ),
+        ),
+        None => DoctorFinding::note(
+            CHECK,
             format!(
-                "{fix}, unless its flag --feature-gates enables it; it is on by default from 1.34 on, and extended resources do not need it"
+                "{file} does not set {GATE}: it is on by default from Kubernetes 1.34 on; before, pods with claims get no device here unless \
+                 kubelet's flag --feature-gates enables it"
             ),
         ),
     }
@@ -346,9 +349,10 @@ mod tests {
         let level = |gate, all| configuration("f", gate, all).level;
         assert_eq!(level(Some(true), None), Level::Fine);
         assert_eq!(level(None, Some(true)), Level::Fine);
+        assert_eq!(level(None, Some(false)), Level::Note);
         assert_eq!(level(Some(false), Some(true)), Level::Problem);
-        assert_eq!(level(None, None), Level::Warning);
-        let open = configuration("f", None, None);
-        assert!(open.fix.unwrap().contains("on by default from 1.34 on"));
+        assert_eq!(level(None, None), Level::Note);
+        let open = configuration("f", None, None).message;
+        assert!(open.contains("on by default from Kubernetes 1.34 on"), "{open}");
     }
 }

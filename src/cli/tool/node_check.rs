@@ -340,7 +340,7 @@ mod tests {
             gate(&file).level
         };
         let head = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nport: 10250\n";
-        assert_eq!(level(head), Level::Warning);
+        assert_eq!(level(head), Level::Note);
         assert_eq!(
             level(&format!(
                 "{head}featureGates: {{DynamicResourceAllocation: true}}\n"

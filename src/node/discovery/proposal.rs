@@ -34,10 +34,19 @@ struct ProposedKind {
 pub async fn proposal(paths: HostPaths) -> Result<Option<String>, String> {
     let mut kinds: Vec<ProposedKind> = PRESETS
         .iter()
-        .map(|preset| ProposedKind {
-            name: preset.name.to_owned(),
-            comment: format!("{}. {}.", sentence(preset.summary), sentence(preset.caveat)),
-            yaml: format!("preset: {}\n", preset.name),
+        .map(|preset| {
+            let mut comment = format!("{}. {}.", sentence(preset.summary), sentence(preset.caveat));
+            if let Some(shares) = preset.shares {
+                let _ = write!(
+                    comment,
+                    " Up to {shares} claims share a device; for claims on Kubernetes 1.34 and 1.35, add shares: 1."
+                );
+            }
+            ProposedKind {
+                name: preset.name.to_owned(),
+                comment,
+                yaml: format!("preset: {}\n", preset.name),
+            }
         })
         .collect();
     let mut names: BTreeSet<String> = kinds.iter().map(|kind| kind.name.clone()).collect();

@@ -93,6 +93,10 @@ KIND --set=node.enabled=false
     neither maxSurge nor maxUnavailable ... set maxUnavailable=1
 --kube-version=1.34.0
     Kubernetes v1.34.0 has no classic DRA ... --api-versions=resource.k8s.io/v1
+STRUCTURED --kube-version=1.35.4 --set=deviceKinds[0].preset=kvm --set=classes[0].name=vm --set=classes[0].kind=kvm
+    The class vm is of kind kvm, whose devices are shared by up to 110 claims, which needs Kubernetes 1.36 ... set the kind's shares to 1
+STRUCTURED --kube-version=1.34.4 KIND --set=deviceKinds[0].shares=2 --set=classes[0].name=c --set=classes[0].kind=a
+    whose devices are shared by up to 2 claims ... or remove the class
 STRUCTURED --set=node.enabled=false
     node.enabled is false and there are no classes ... enable the companion
 LONG_ROOT

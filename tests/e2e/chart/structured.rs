@@ -8,6 +8,7 @@ use std::process::Command;
 use anyhow::{Context as _, ensure};
 use drayman::core::allocation::inventory::{Attribute, AttributeSet, Match};
 use drayman::host::selectors::{CelEnvironment, Compiled, STACK};
+use drayman::node::config::{PRESETS, Preset};
 use k8s_openapi::api::resource::v1::{ResourcePool, ResourceSlice, ResourceSliceSpec};
 use kube::api::{Api, DeleteParams, ListParams, ObjectMeta, PostParams};
 use serde_json::{Value, json};
@@ -248,6 +249,28 @@ fn users_read_classes_and_viewers_read_slices() {
     let open = allowed(object(&open, "ClusterRole", "drayman-read.drayman"));
     let more: Vec<String> = open.difference(&rights("read")).cloned().collect();
     assert_eq!(more, reads("resourceslices"));
+}
+
+#[test]
+fn classes_of_shared_presets_need_kubernetes_1_36() {
+    let rendered = |preset: &Preset, more: &[&str]| {
+        let name = preset.name;
+        let kind =
+            format!("--set=deviceKinds[0].preset={name},classes[0].name={name},classes[0].kind={name}");
+        let arguments = [&STRUCTURED[1..], &[kind.as_str()], more].concat();
+        template(None, &arguments).status.success()
+    };
+    for preset in &PRESETS {
+        let is_exclusive = preset.shares.is_none();
+        let old = "--kube-version=1.35.4";
+        assert_eq!(rendered(preset, &[old]), is_exclusive, "{}", preset.name);
+        assert!(
+            rendered(preset, &[old, "--set=deviceKinds[0].shares=1"]),
+            "{}",
+            preset.name
+        );
+        assert!(rendered(preset, &["--kube-version=1.36.0"]), "{}", preset.name);
+    }
 }
 
 #[test]
@@ -672,9 +695,10 @@ async fn pods_start_while_a_daemon_set_with_surge_rolls_out() -> anyhow::Result<
     let updates = async {
         // An even number, so that the last companion uses the same sockets as the first.
         for _ in 0..2 {
-            let before = *counted.borrow_and_update();
             setup.kubectl(&rollout("restart")).await?;
             setup.kubectl(&rollout("status")).await?;
+            // At most two pods have been started before.
+            let before = *counted.borrow_and_update();
             let more = counted.wait_for(|ran| *ran > before + 2);
             timeout(TIMEOUT, more).await.context("pods run")??;
         }

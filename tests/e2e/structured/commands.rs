@@ -202,14 +202,18 @@ async fn the_commands_name_the_gates_that_are_off() -> anyhow::Result<()> {
 
     let (_, text, _) = run(&setup, &["doctor"]).await?;
     println!("{text}");
-    let expected = if setup.cluster.minor() < ON_SINCE {
-        "Note"
-    } else {
-        "Warning"
-    };
-    let messages = doctor(&setup, expected).await?;
-    has(&messages, "kube-apiserver has DRADeviceTaints off");
-    has(&messages, "kube-apiserver has DRAConsumableCapacity off");
+    let is_early = setup.cluster.minor() < ON_SINCE;
+    let messages = doctor(&setup, if is_early { "Note" } else { "Warning" }).await?;
+    for gate in ["DRADeviceTaints", "DRAConsumableCapacity"] {
+        if is_early {
+            has(
+                &messages,
+                &format!("{gate} is used from Kubernetes 1.{ON_SINCE} on"),
+            );
+        } else {
+            has(&messages, &format!("kube-apiserver has {gate} off"));
+        }
+    }
     let devices = json!({ "requests": [{ "name": "device", "exactly": { "deviceClassName": "shared" } }] });
     make_claim(&setup, "pod", &json!({ "devices": devices })).await?;
     make_pod(&setup, "pod").await?;

@@ -67,7 +67,8 @@ fn a_server_without_classic_dra_is_reported_with_a_fix() {
 
     let file = kubeconfig(directory.path(), &server_without_the_api("1.33"));
     let answer = text(&run(&["doctor", "--kubeconfig", &file]).stdout);
-    assert!(answer.contains("Kubernetes 1.33 does not have"), "{answer}");
+    assert!(answer.contains("Kubernetes 1.33 serves neither"), "{answer}");
+    assert!(!answer.contains("--runtime-config"), "{answer}");
     assert!(
         answer.contains("device plugin"),
         "the remaining features are named: {answer}"

@@ -12,9 +12,11 @@ use crate::cli::diagnose::doctor::{DoctorFinding, some};
 use crate::cli::diagnose::gates::GateState;
 use crate::cli::diagnose::nodes::{name_of, without_companion, without_nodes};
 use crate::core::allocation::inventory::Match;
+use crate::core::prepare::claims_api::{FIRST_STRUCTURED_MINOR, is_too_early, minor_of};
 use crate::core::scheduler::{Evaluate, PoolState, all_pools};
 
-/// First minor version of Kubernetes 1 with these gates on by default.
+/// First minor version of Kubernetes 1 with these gates on by default. Companions use them from this version on only
+/// ([`Features::of_minor`](crate::core::slices::Features::of_minor)).
 const ON_SINCE: u32 = 36;
 
 /// A feature gate of the API server, scheduler and controller manager.
@@ -27,14 +29,14 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// Whether the gate is off by the API server's answer, or else by the default of its minor version.
+    /// Whether companions do without the gate: the API server says that it is off, or its version is too early.
     pub fn is_off(self, answer: &GateState, minor: Option<u32>) -> bool {
-        match answer {
-            GateState::On => false,
-            GateState::Off => true,
-            GateState::Silent | GateState::NotAsked(_) => minor.is_some_and(|minor| minor < ON_SINCE),
-        }
+        *answer == GateState::Off || is_early(minor)
     }
+}
+
+fn is_early(minor: Option<u32>) -> bool {
+    minor.is_some_and(|minor| minor < ON_SINCE)
 }
 
 /// The gates that companions use.
@@ -52,19 +54,19 @@ pub const GATES: [Gate; 2] = [
 /// Checks the API server's answer about a gate.
 pub fn gate(gate: Gate, answer: &GateState, minor: Option<u32>) -> DoctorFinding {
     let (check, Gate { name, without }) = ("gates", gate);
-    let fix = format!(
-        "start kube-apiserver, kube-scheduler and kube-controller-manager with --feature-gates={name}=true; from 1.{ON_SINCE} on it is on \
-         by default"
-    );
-    let is_on_by_default = minor.is_none_or(|minor| minor >= ON_SINCE);
+    if is_early(minor) {
+        let message = format!("{name} is used from Kubernetes 1.{ON_SINCE} on: {without}");
+        return DoctorFinding::note(check, message);
+    }
     match answer {
         GateState::On => DoctorFinding::fine(check, format!("kube-apiserver has {name} on")),
-        GateState::Off if is_on_by_default => {
-            DoctorFinding::warning(check, format!("kube-apiserver has {name} off: {without}"), fix)
-        }
-        GateState::Off => DoctorFinding::note(
+        GateState::Off => DoctorFinding::warning(
             check,
-            format!("kube-apiserver has {name} off, as by default below 1.{ON_SINCE}: {without}"),
+            format!("kube-apiserver has {name} off: {without}"),
+            format!(
+                "start kube-apiserver, kube-scheduler and kube-controller-manager with --feature-gates={name}=true; from 1.{ON_SINCE} on it is \
+                 on by default"
+            ),
         ),
         GateState::Silent => DoctorFinding::note(check, format!("kube-apiserver does not report {name}")),
         GateState::NotAsked(why) => DoctorFinding::note(
@@ -192,7 +194,8 @@ pub fn classes(
             findings.push(DoctorFinding::warning(
                 check,
                 format!("DeviceClass {name} matches no device of driver {driver}"),
-                "check the kinds of the nodes' configuration against the selector, and run `drayman node discover` on a node",
+                "check the kinds of the nodes' configuration against the selector, and run `drayman node discover` on a node; an event \
+                 DevicesNotPublished on the Node names devices that this version of Kubernetes cannot share",
             ));
         }
     }
@@ -369,9 +372,25 @@ fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<DoctorF
             findings.push(DoctorFinding::warning(
                 check,
                 format!("node {node} offers no device to claims"),
-                "`drayman node discover` there shows why each candidate is excluded; if all kinds there are extended resources, ignore this",
+                "`drayman node discover` there shows why each candidate is excluded, and an event DevicesNotPublished on the Node which \
+                 devices this version of Kubernetes cannot share; if all kinds there are extended resources, ignore this",
             ));
         }
+    }
+    let early = nodes.iter().filter(|node| {
+        let info = node.status.as_ref().and_then(|status| status.node_info.as_ref());
+        is_too_early(info.and_then(|info| minor_of(&info.kubelet_version)))
+    });
+    let early: Vec<&str> = early.map(name_of).collect();
+    if !early.is_empty() {
+        findings.push(DoctorFinding::note(
+            check,
+            format!(
+                "kubelet is older than 1.{FIRST_STRUCTURED_MINOR} on {}, and would start pods without the devices of their claims: \
+                 companions offer none there",
+                some(&early)
+            ),
+        ));
     }
     if offered.is_empty() {
         findings.push(without_nodes(driver));

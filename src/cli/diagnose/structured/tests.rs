@@ -719,7 +719,12 @@ fn a_gate_that_is_off_is_expected_below_its_release() {
     assert_eq!(level(GateState::Off, 37), Level::Warning);
     assert_eq!(level(GateState::Off, 35), Level::Note);
     assert_eq!(level(GateState::NotAsked("no right".into()), 37), Level::Note);
+    assert_eq!(
+        level(GateState::On, 35),
+        Level::Note,
+        "companions do not use it there"
+    );
     let is_off = |answer: GateState, minor| GATES[0].is_off(&answer, Some(minor));
-    assert!(is_off(GateState::Off, 37) && !is_off(GateState::On, 35));
+    assert!(is_off(GateState::Off, 37) && is_off(GateState::On, 35) && !is_off(GateState::On, 36));
     assert!(is_off(GateState::Silent, 35) && !is_off(GateState::Silent, 36));
 }
