@@ -26,9 +26,9 @@ use crate::node::state::storage::disk::Identity;
 const VERSION: &str = "v1beta1";
 /// Deadline of a registration, within which kubelet dials the plugin for up to 10 s.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
-/// How long a registered plugin may be without ListAndWatch before it registers again: after the registration, and after a stream has ended.
-/// Kubelet 1.37 refuses another registration of a socket that it is connected to, and then never lets that socket register again until it
-/// restarts, so a slow kubelet gets time.
+/// How long a registered plugin may be without ListAndWatch before it registers again: 10 s after the registration, 2 s after a stream has
+/// ended. Kubelet 1.37 refuses to register a socket that it is connected to, and then refuses it until it restarts, so a slow kubelet gets
+/// time.
 const GRACE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(2));
 /// First and longest delay before a failed or lost registration is retried.
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(30));
@@ -73,24 +73,34 @@ impl Registrar {
     /// Never returns.
     pub(super) async fn run(mut self) {
         let mut pause = RETRY.0;
+        let mut streams_before = self.streams.borrow().opened;
         loop {
             self.published.mark_unchanged();
             let kubelet = Identity::of(&self.kubelet);
-            let streams_before = self.streams.borrow().opened;
+            // Kubelet can connect although its answer was lost.
+            let is_connected = self.is_watched(streams_before);
             if !matches!(*self.state.borrow(), KubeletApiState::Rejected { .. }) {
                 self.state.send_replace(KubeletApiState::Waiting);
             }
             let resource = &self.resource_name;
-            let registered = match self.register().await {
-                // The answer was lost, or came late.
-                Err(RegistrationFailure::Absent(_)) if self.is_watched(streams_before) => Ok(()),
-                registered => registered,
+            let registered = if is_connected {
+                Ok(())
+            } else {
+                let registered = self.register().await;
+                registered.or_else(|error| {
+                    if self.is_watched(streams_before) {
+                        Ok(())
+                    } else {
+                        Err(error)
+                    }
+                })
             };
             match registered {
                 Ok(()) => {
                     tracing::info!(resource, "kubelet has registered the extended resource");
                     self.state.send_replace(KubeletApiState::Registered);
                     let held = self.until_lost(kubelet, streams_before).await;
+                    streams_before = self.streams.borrow().opened;
                     // Back off if streams keep ending immediately, to avoid a busy loop.
                     pause = if held { RETRY.0 } else { RETRY.1.min(pause * 2) };
                 }
@@ -110,14 +120,14 @@ impl Registrar {
                     pause = RETRY.1.min(pause * 2);
                 }
             }
-            if self.wait(pause, kubelet).await {
+            if self.wait(pause, kubelet, streams_before).await {
                 pause = RETRY.0;
             }
         }
     }
 
-    /// Waits for the pause. Returns true at once if kubelet was replaced or our socket was recreated.
-    async fn wait(&mut self, pause: Duration, kubelet: Option<Identity>) -> bool {
+    /// Waits for the pause. Returns true at once if kubelet was replaced or has connected, or our socket was recreated.
+    async fn wait(&mut self, pause: Duration, kubelet: Option<Identity>, streams_before: u64) -> bool {
         let pause = sleep(pause);
         tokio::pin!(pause);
         loop {
@@ -125,6 +135,9 @@ impl Registrar {
                 () = &mut pause => return false,
                 Ok(()) = self.published.changed() => return true,
                 Ok(()) = self.directory.changed() => if is_another(kubelet, Identity::of(&self.kubelet)) {
+                    return true;
+                },
+                Ok(()) = self.streams.changed() => if self.is_watched(streams_before) {
                     return true;
                 },
             }
@@ -143,8 +156,8 @@ impl Registrar {
                 watched_last = Instant::now();
             }
             tokio::select! {
-                // A socket that was recreated is not registered again while kubelet is connected: see `GRACE`.
-                Ok(()) = self.published.changed(), if !watched => return true,
+                // A recreated socket is not registered again while kubelet is connected, or about to be: see `GRACE`.
+                Ok(()) = self.published.changed(), if held && !watched => return true,
                 Ok(()) = self.directory.changed() => if is_another(kubelet, Identity::of(&self.kubelet)) {
                     return true;
                 },
