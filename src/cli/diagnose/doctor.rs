@@ -9,6 +9,7 @@ use serde::Serialize;
 use crate::api::resource::ResourceClass;
 use crate::cli::objects::CustomResourceDefinition;
 use crate::core::allocation::parameters::class_reference;
+use crate::core::prepare::claims_api::FIRST_STRUCTURED_MINOR;
 
 /// Minor versions of Kubernetes 1 that serve classic DRA as drayman uses it (`resource.k8s.io/v1alpha2`).
 pub const MINORS: std::ops::RangeInclusive<u32> = 27..=30;
@@ -129,11 +130,26 @@ pub fn server(
         )
     };
     if !classic {
-        return vec![serves_resource.map_or_else(unknown, |_| DoctorFinding::problem(
+        let problem = DoctorFinding::problem(
             check,
-            format!("{version} serves neither resource.k8s.io/v1 nor v1alpha2 in the form of 1.27 to 1.{newest}"),
-            "claims need 1.27 to 1.30, or 1.34 and later; devices of mode extended-resource are served through the device plugin API: if you have no others, ignore this",
-        ))];
+            format!(
+                "{version} serves neither resource.k8s.io/v1 nor v1alpha2 in the form of 1.27 to 1.{newest}"
+            ),
+            "claims need 1.27 to 1.30, or 1.34 and later; devices of mode extended-resource are served through the device plugin API: if \
+             you have no others, ignore this",
+        );
+        return match serves_resource {
+            Ok(_) => vec![problem],
+            // A later version may serve v1.
+            Err(error)
+                if number
+                    .parse()
+                    .is_ok_and(|minor: u32| minor >= FIRST_STRUCTURED_MINOR) =>
+            {
+                vec![unknown(error)]
+            }
+            Err(error) => vec![problem, unknown(error)],
+        };
     }
     let mut findings = vec![DoctorFinding::fine(
         check,
@@ -325,6 +341,8 @@ mod tests {
 
     #[test]
     fn an_unknown_answer_is_not_a_missing_api() {
+        let worst_of = |minor| worst(&server("1", minor, Err("forbidden: nobody"), true));
+        assert_eq!((worst_of("33"), worst_of("37")), (Level::Problem, Level::Warning));
         let findings = server("1", "30", Err("forbidden: nobody"), true);
         assert_eq!(worst(&findings), Level::Warning);
         let unknown = findings.iter().find(|finding| finding.check == "api").unwrap();

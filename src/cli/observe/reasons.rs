@@ -38,7 +38,7 @@ const fn companion(word: &'static str, means: &'static str) -> Reason {
 }
 
 /// All event reasons, in alphabetical order.
-pub(super) const EVENTS: [Reason; 42] = [
+pub(super) const EVENTS: [Reason; 43] = [
     controller(
         "AllocationMadeForAnother",
         "claim",
@@ -139,6 +139,10 @@ pub(super) const EVENTS: [Reason; 42] = [
         "a kubelet API cannot be served, with the reason; it is retried, the others continue",
     ),
     companion("KubeletApiUp", "a kubelet API is served again"),
+    companion(
+        "KubeletTooOld",
+        "kubelet is older than 1.34 and would start pods without the devices of their claims, so none is offered to claims",
+    ),
     controller(
         "NoSuitableDevice",
         "pod",

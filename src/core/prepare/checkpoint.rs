@@ -48,7 +48,8 @@ pub struct ClusterFacts {
     pub node_uid: Option<String>,
     /// The API for claims; `None` until an API server has answered.
     pub claims: Option<ClaimsApi>,
-    /// The minor version by which features are chosen: of the API server, or of this node's kubelet if that is older.
+    /// The minor version by which features are chosen: of the API server, or of this node's kubelet if that is older. Builds before this
+    /// rule stored that of the API server.
     pub minor: Option<u32>,
 }
 

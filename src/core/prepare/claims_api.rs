@@ -66,9 +66,7 @@ impl ClaimsApi {
         let served = |version: &str| DeviceEvent {
             reason: "ClaimsServed",
             warning: false,
-            note: format!(
-                "the API server serves resource.k8s.io/{version} now: claims are offered on this node"
-            ),
+            note: format!("the API server serves resource.k8s.io/{version} now, by which claims are offered"),
         };
         match self {
             _ if self == before => None,
@@ -92,9 +90,12 @@ impl ClaimsApi {
 }
 
 /// The minor version by which features are chosen: that of the API server, or of this node's kubelet if that is older. During an upgrade
-/// the scheduler may be older than the API server, but not older than a kubelet, which is upgraded last.
+/// the scheduler may be older than the API server, but rarely older than a kubelet, which is upgraded last.
 pub fn usable_minor(api_server: Option<u32>, kubelet: Option<u32>) -> Option<u32> {
-    api_server.map(|minor| kubelet.map_or(minor, |kubelet| minor.min(kubelet)))
+    match api_server {
+        Some(minor) => Some(kubelet.map_or(minor, |kubelet| minor.min(kubelet))),
+        None => kubelet.filter(|kubelet| is_too_early(Some(*kubelet))),
+    }
 }
 
 /// Whether a node of this minor version ([`usable_minor`]) cannot prepare claims of `v1`.
@@ -113,7 +114,7 @@ pub fn minor_of(version: &str) -> Option<u32> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Discovery {
     served: Option<ClaimsApi>,
-    /// The minor version by which features are chosen, if the API servers serve `v1` ([`usable_minor`]).
+    /// The minor version of API servers that serve `v1`.
     minor: Option<u32>,
     /// Answers in a row with another API, while claims are served.
     deviations: u32,
@@ -136,7 +137,7 @@ impl Discovery {
         self.served
     }
 
-    /// The minor version by which features are chosen; `None` until an API server that serves `v1` has answered.
+    /// The minor version of the API servers; `None` until one that serves `v1` has answered.
     pub fn minor(&self) -> Option<u32> {
         self.minor
     }
@@ -146,9 +147,7 @@ impl Discovery {
         let offered = self.served.filter(|api| *api != ClaimsApi::None);
         let is_other_api = offered.is_some_and(|api| api != served);
         let minors = self.minor.zip(minor);
-        let is_other_minor = offered == Some(served)
-            && !is_too_early(self.minor)
-            && minors.is_some_and(|(known, minor)| known != minor);
+        let is_other_minor = offered == Some(served) && minors.is_some_and(|(known, minor)| known != minor);
         self.deviations = if is_other_api { self.deviations + 1 } else { 0 };
         self.minor_deviations = if is_other_minor {
             self.minor_deviations + 1
@@ -165,12 +164,12 @@ impl Discovery {
         served.event(before)
     }
 
-    /// The pause before the next check.
-    pub fn pause(&self) -> Duration {
+    /// The pause before the next check. `usable` is the minor version by which features are chosen.
+    pub fn pause(&self, usable: Option<u32>) -> Duration {
         match self.served {
             Some(ClaimsApi::None) | None => NOT_SERVED,
             Some(_) if self.deviations > 0 || self.minor_deviations > 0 => DOUBT,
-            Some(ClaimsApi::Structured) if is_too_early(self.minor) => NOT_SERVED,
+            Some(ClaimsApi::Structured) if is_too_early(usable) => NOT_SERVED,
             Some(_) => SERVED,
         }
     }
@@ -220,10 +219,10 @@ mod tests {
             let mut discovery = Discovery::new(Some(api), None);
             for _ in 0..10 {
                 assert_eq!(discovery.answered(ClaimsApi::None, None), None);
-                assert_eq!(discovery.pause(), DOUBT);
+                assert_eq!(discovery.pause(None), DOUBT);
                 assert_eq!(discovery.answered(ClaimsApi::None, None), None);
                 assert_eq!(discovery.answered(api, None), None);
-                assert_eq!((discovery.served(), discovery.pause()), (Some(api), SERVED));
+                assert_eq!((discovery.served(), discovery.pause(None)), (Some(api), SERVED));
             }
         }
     }
@@ -235,10 +234,10 @@ mod tests {
         assert_eq!(api.minor(), Some(35), "the first answer counts");
         for _ in 0..10 {
             api.answered(ClaimsApi::Structured, Some(36));
-            assert_eq!((api.minor(), api.pause()), (Some(35), DOUBT));
+            assert_eq!((api.minor(), api.pause(None)), (Some(35), DOUBT));
             api.answered(ClaimsApi::Structured, Some(36));
             api.answered(ClaimsApi::Structured, Some(35));
-            assert_eq!((api.minor(), api.pause()), (Some(35), SERVED));
+            assert_eq!((api.minor(), api.pause(None)), (Some(35), SERVED));
         }
         // Deviations of one sort do not confirm the other.
         for _ in 0..2 {
@@ -256,7 +255,7 @@ mod tests {
             assert_eq!(api.minor(), Some(expected));
         }
         api.answered(ClaimsApi::Structured, None);
-        assert_eq!((api.minor(), api.pause()), (Some(36), SERVED));
+        assert_eq!((api.minor(), api.pause(None)), (Some(36), SERVED));
     }
 
     #[test]
@@ -271,6 +270,7 @@ mod tests {
             (Some(36), Some("v1.99999999999"), Some(36)),
             (Some(36), None, Some(36)),
             (None, Some("v1.37.2"), None),
+            (None, Some("v1.33.13"), Some(33)),
         ] {
             assert_eq!(
                 usable_minor(api_server, kubelet.and_then(minor_of)),
@@ -283,15 +283,11 @@ mod tests {
     #[test]
     fn a_kubelet_that_is_too_early_is_checked_each_minute() {
         let mut api = Discovery::default();
-        api.answered(ClaimsApi::Structured, Some(33));
-        assert!(is_too_early(api.minor()) && !is_too_early(Some(34)) && !is_too_early(None));
-        assert_eq!(api.pause(), NOT_SERVED);
-        api.answered(ClaimsApi::Structured, Some(34));
-        assert_eq!(
-            (api.minor(), api.pause()),
-            (Some(34), SERVED),
-            "one answer starts it"
-        );
+        api.answered(ClaimsApi::Structured, Some(36));
+        assert!(is_too_early(Some(33)) && !is_too_early(Some(34)) && !is_too_early(None));
+        assert_eq!((api.pause(Some(33)), api.pause(Some(34))), (NOT_SERVED, SERVED));
+        api.answered(ClaimsApi::Structured, Some(37));
+        assert_eq!(api.pause(Some(33)), DOUBT);
     }
 
     #[test]
@@ -302,7 +298,10 @@ mod tests {
             .collect();
         assert_eq!(told.len(), 1);
         assert!(told[0].warning && told[0].reason == "ClaimsNotServed", "{told:?}");
-        assert_eq!((api.served(), api.pause()), (Some(ClaimsApi::None), NOT_SERVED));
+        assert_eq!(
+            (api.served(), api.pause(None)),
+            (Some(ClaimsApi::None), NOT_SERVED)
+        );
     }
 
     #[test]

@@ -11,7 +11,7 @@ use super::calls::{PublishError, call, spread};
 use crate::api::resource;
 use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::prepare::checkpoint::ClusterFacts;
-use crate::core::prepare::claims_api::{ClaimsApi, Discovery, is_too_early, minor_of, usable_minor};
+use crate::core::prepare::claims_api::{ClaimsApi, Discovery, minor_of, usable_minor};
 use crate::node::context::NodeContext;
 
 /// Reads facts about the cluster and publishes them.
@@ -19,6 +19,8 @@ pub(super) struct ClusterReader {
     context: NodeContext,
     facts: watch::Sender<ClusterFacts>,
     claims: Discovery,
+    /// The minor version of this node's kubelet.
+    kubelet: Option<u32>,
     /// The API by which claims were prepared before the start.
     prepared_by: Option<ClaimsApi>,
     /// When to query the API for claims again.
@@ -39,6 +41,7 @@ impl ClusterReader {
             context,
             facts,
             claims,
+            kubelet: None,
             prepared_by,
             due: Instant::now(),
             unwritten: Vec::new(),
@@ -72,7 +75,8 @@ impl ClusterReader {
             .uid
             .clone()
             .ok_or_else(|| PublishError::NoUid(self.context.node_name.clone()))?;
-        self.read_claims_api_for(&node).await?;
+        self.kubelet = kubelet_minor(&node);
+        self.query().await?;
         self.update_facts(|facts| facts.node_uid = Some(uid));
         Ok(node)
     }
@@ -80,42 +84,37 @@ impl ClusterReader {
     /// Queries again which API for claims the cluster serves: it may have been enabled or disabled, API servers may differ, and kubelet may
     /// have been upgraded.
     pub(super) async fn read_claims_api(&mut self) -> Result<(), PublishError> {
-        let nodes: Api<Node> = Api::all(self.context.client.clone());
-        // From the API server's cache.
-        match call(nodes.get_with(&self.context.node_name, &GetParams::any())).await {
-            Ok(node) => self.read_claims_api_for(&node).await,
-            Err(error) => {
-                self.delay();
-                Err(error)
+        if self.is_structured() {
+            let nodes: Api<Node> = Api::all(self.context.client.clone());
+            // From the API server's cache. Without an answer, the last known version counts.
+            if let Ok(node) = call(nodes.get_with(&self.context.node_name, &GetParams::any())).await {
+                self.kubelet = kubelet_minor(&node);
             }
         }
+        self.query().await
     }
 
-    async fn read_claims_api_for(&mut self, node: &Node) -> Result<(), PublishError> {
+    async fn query(&mut self) -> Result<(), PublishError> {
         let answer = self.served_claims().await;
         if let Ok((served, minor)) = answer {
-            let minor = usable_minor(minor, kubelet_minor(node));
             self.unwritten.extend(self.claims.answered(served, minor));
         }
-        self.delay();
-        answer?;
         let claims = self.claims;
+        let usable = usable_minor(claims.minor(), self.kubelet);
+        self.due = Instant::now() + spread(claims.pause(usable), &self.context.node_name);
+        answer?;
         self.update_facts(|facts| {
             facts.claims = claims.served();
-            facts.minor = claims.minor();
+            facts.minor = usable;
         });
         Ok(())
     }
 
-    /// Queries again at once if kubelet was too old for claims, after its registration status has changed: it may have been upgraded.
+    /// Queries again at once: kubelet has registered or refused this companion, so it may have been upgraded.
     pub(super) fn kubelet_changed(&mut self) {
-        if is_too_early(self.claims.minor()) {
+        if self.is_structured() {
             self.due = Instant::now();
         }
-    }
-
-    fn delay(&mut self) {
-        self.due = Instant::now() + spread(self.claims.pause(), &self.context.node_name);
     }
 
     fn update_facts(&self, change: impl FnOnce(&mut ClusterFacts)) {

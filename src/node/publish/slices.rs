@@ -3,8 +3,8 @@
 //! Writes are sent one at a time, each only if a stored slice differs from the desired one. An idle node reads and writes nothing besides
 //! its watch, which reports the slices that others delete: kubelet, when it restarts or the companion is away for more than 30 seconds, or
 //! the garbage collector, with the Node. A stop deletes nothing, so a restart within that time keeps the pool. If the API server drops a
-//! feature that a device needs, dry runs find out whether it still does. A kubelet that cannot prepare claims gets no slices, because it
-//! would start pods without their devices.
+//! feature that a device needs, dry runs find out whether it still does. A kubelet that cannot prepare claims gets an empty pool, because
+//! it would start pods without their devices.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
@@ -167,29 +167,17 @@ impl SlicePublisher {
         }
     }
 
-    /// Publishes while the cluster is in structured mode and kubelet prepares claims, until the token is cancelled.
+    /// Publishes while the cluster is in structured mode, until the token is cancelled.
     pub(super) async fn run(self, shutdown: CancellationToken) {
-        let can_publish =
-            |facts: &ClusterFacts| facts.serves(ClaimsApi::Structured) && !is_too_early(facts.minor);
         let mut cluster = self.cluster.clone();
-        let mut complained = false;
         loop {
-            let begin = cluster.wait_for(|facts| {
-                if facts.serves(ClaimsApi::Structured) && is_too_early(facts.minor) && !complained {
-                    complained = true;
-                    warn!(
-                        reason = "KubeletTooOld",
-                        "the kubelet of this node does not prepare claims of resource.k8s.io/v1: no slices are published before its \
-                         upgrade to Kubernetes 1.{FIRST_STRUCTURED_MINOR}"
-                    );
-                }
-                can_publish(facts) && facts.node_uid.is_some()
-            });
+            let begin =
+                cluster.wait_for(|facts| facts.serves(ClaimsApi::Structured) && facts.node_uid.is_some());
             tokio::select! {
                 () = shutdown.cancelled() => return,
                 known = begin => if known.is_err() { return },
             }
-            let end = cluster.wait_for(|facts| !can_publish(facts));
+            let end = cluster.wait_for(|facts| !facts.serves(ClaimsApi::Structured));
             let ended = tokio::select! {
                 () = shutdown.cancelled() => return,
                 ended = end => ended.is_ok(),
@@ -198,7 +186,7 @@ impl SlicePublisher {
             if !ended {
                 return;
             }
-            info!("the cluster or kubelet no longer serves resource.k8s.io/v1: slices are not published");
+            info!("the cluster no longer serves resource.k8s.io/v1: slices are not published");
             self.context.metrics.set_slices(SliceCounts::default());
         }
     }
@@ -207,9 +195,7 @@ impl SlicePublisher {
     async fn publish(&self) {
         let (mut devices, mut cluster) = (self.devices.clone(), self.cluster.clone());
         let mut publication = Publication::new(self, cluster.borrow_and_update().clone());
-        publication
-            .slices
-            .set_devices(devices.borrow_and_update().clone());
+        publication.set_devices(devices.borrow_and_update().clone());
         let selector = format!(
             "spec.driver={},spec.nodeName={}",
             self.context.driver_name, self.context.node_name
@@ -224,11 +210,14 @@ impl SlicePublisher {
             tokio::select! {
                 biased;
                 changed = devices.changed() => match changed {
-                    Ok(()) => publication.slices.set_devices(devices.borrow_and_update().clone()),
+                    Ok(()) => publication.set_devices(devices.borrow_and_update().clone()),
                     Err(_) => return,
                 },
                 changed = cluster.changed() => match changed {
-                    Ok(()) => publication.update_facts(cluster.borrow_and_update().clone()),
+                    Ok(()) => {
+                        publication.update_facts(cluster.borrow_and_update().clone());
+                        publication.set_devices(devices.borrow_and_update().clone());
+                    }
                     Err(_) => return,
                 },
                 event = events.next() => match event {
@@ -268,6 +257,8 @@ struct Publication<'a> {
     /// The slices of a list that is not complete yet.
     listed: Vec<ResourceSlice>,
     node_uid: String,
+    /// Whether kubelet cannot prepare claims.
+    is_kubelet_too_old: bool,
     /// Whether the Node with this uid exists. The garbage collector deletes the slices of an earlier Node.
     is_node_confirmed: bool,
     /// Slices whose last write may have been executed, or that a list lacks. Until they are read, a device in one of them could be published
@@ -276,6 +267,8 @@ struct Publication<'a> {
     /// When the next dry run with dropped features may be sent, and the pause after it.
     probe_due: Instant,
     probe_pause: Duration,
+    /// When the API server last dropped a feature.
+    dropped_at: Option<Instant>,
     budget: Budget,
     retry: WriteRetry<'a>,
     /// When a rejected write may be sent again. The others do not wait for it.
@@ -301,10 +294,12 @@ impl<'a> Publication<'a> {
             slices: Slices::new(pool, features(facts.minor)),
             listed: Vec::new(),
             node_uid,
+            is_kubelet_too_old: is_too_early(facts.minor),
             is_node_confirmed: false,
             unknown: BTreeSet::new(),
             probe_due: Instant::now(),
             probe_pause: PROBE.0,
+            dropped_at: None,
             budget: Budget::new(),
             retry: WriteRetry::new(&context.node_name),
             rejection: WriteRetry::new(&context.node_name),
@@ -321,7 +316,17 @@ impl<'a> Publication<'a> {
         due
     }
 
+    fn set_devices(&mut self, devices: Arc<Devices>) {
+        let offered = if self.is_kubelet_too_old {
+            Arc::default()
+        } else {
+            devices
+        };
+        self.slices.set_devices(offered);
+    }
+
     fn update_facts(&mut self, facts: ClusterFacts) {
+        self.is_kubelet_too_old = is_too_early(facts.minor);
         self.slices.set_features(features(facts.minor));
         if self.set_node_uid(facts.node_uid.unwrap_or_default()) {
             self.is_node_confirmed = false;
@@ -362,6 +367,9 @@ impl<'a> Publication<'a> {
             self.reports.settled(counts.devices);
         }
         self.publisher.context.metrics.set_slices(counts);
+        self.reports
+            .old_kubelet(self.is_kubelet_too_old, &self.node_uid)
+            .await;
         self.reports.omitted(self.slices.omitted(), &self.node_uid).await;
     }
 
@@ -443,7 +451,12 @@ impl<'a> Publication<'a> {
                     self.retry.reset();
                 }
                 if altered.iter().any(|altered| *altered != Altered::Otherwise) {
-                    self.probe_pause = PROBE.0;
+                    // Otherwise two API servers that disagree would cause a write each minute.
+                    let now = Instant::now();
+                    if self.dropped_at.is_none_or(|at| now > at + 2 * PROBE.1) {
+                        self.probe_pause = PROBE.0;
+                    }
+                    self.dropped_at = Some(now);
                     self.delay_probe();
                 }
                 self.reports.altered(write, altered, &self.node_uid).await;
@@ -651,6 +664,7 @@ struct SliceReports<'a> {
     altered: BTreeSet<Altered>,
     /// The omitted devices with shares.
     shares: Vec<String>,
+    is_kubelet_too_old: bool,
 }
 
 impl<'a> SliceReports<'a> {
@@ -661,6 +675,7 @@ impl<'a> SliceReports<'a> {
             rejected: BTreeMap::new(),
             altered: BTreeSet::new(),
             shares: Vec::new(),
+            is_kubelet_too_old: false,
         }
     }
 
@@ -756,6 +771,17 @@ impl<'a> SliceReports<'a> {
             self.write_event("DevicesNotPublished", note, node_uid).await;
         }
         self.shares = shares;
+    }
+
+    async fn old_kubelet(&mut self, is_too_old: bool, node_uid: &str) {
+        if is_too_old && !self.is_kubelet_too_old {
+            let note = format!(
+                "the kubelet of this node does not prepare claims of resource.k8s.io/v1, and would start pods without their devices: none is \
+                 offered before kubelet is upgraded to 1.{FIRST_STRUCTURED_MINOR}"
+            );
+            self.write_event("KubeletTooOld", note, node_uid).await;
+        }
+        self.is_kubelet_too_old = is_too_old;
     }
 
     async fn write_event(&self, reason: &'static str, note: String, node_uid: &str) {

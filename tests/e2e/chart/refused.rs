@@ -94,7 +94,7 @@ KIND --set=node.enabled=false
 --kube-version=1.34.0
     Kubernetes v1.34.0 has no classic DRA ... --api-versions=resource.k8s.io/v1
 STRUCTURED --kube-version=1.35.4 --set=deviceKinds[0].preset=kvm --set=classes[0].name=vm --set=classes[0].kind=kvm
-    The class vm is of kind kvm, whose devices are shared by up to 110 claims, which needs Kubernetes 1.36 ... set the kind's shares to 1
+    The class vm is of kind kvm, whose devices are shared by up to 110 claims, which needs Kubernetes 1.36 (this is rendered for v1.35.4) ... set the kind's shares to 1
 STRUCTURED --kube-version=1.34.4 KIND --set=deviceKinds[0].shares=2 --set=classes[0].name=c --set=classes[0].kind=a
     whose devices are shared by up to 2 claims ... or remove the class
 STRUCTURED --set=node.enabled=false

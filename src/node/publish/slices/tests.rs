@@ -657,15 +657,15 @@ async fn a_dropped_feature_is_tried_again_by_dry_runs() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_kubelet_that_is_too_old_for_claims_gets_no_slices() {
+async fn a_kubelet_that_is_too_old_for_claims_offers_no_device() {
     let server = SliceServer::new();
     let running = publish(&server, many(1));
-    running.cluster.send_modify(|facts| facts.minor = Some(33));
-    after(60.0).await;
-    assert_eq!(server.count("POST"), 0);
-    running.cluster.send_modify(|facts| facts.minor = Some(34));
-    after(1.0).await;
-    assert_eq!(server.devices().len(), 1);
+    for (minor, devices) in [(34, 1), (33, 0), (34, 1)] {
+        running.cluster.send_modify(|facts| facts.minor = Some(minor));
+        after(60.0).await;
+        assert_eq!(server.devices().len(), devices, "kubelet 1.{minor}");
+    }
+    assert_eq!(server.reasons(), ["KubeletTooOld"]);
 }
 
 #[tokio::test(start_paused = true)]
