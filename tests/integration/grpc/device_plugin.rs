@@ -34,6 +34,8 @@ type Devices = Streaming<ListAndWatchResponse>;
 struct Kubelet {
     directory: PathBuf,
     refuse: Arc<AtomicBool>,
+    /// Whether the answer is lost, after kubelet has connected.
+    lose_answer: Arc<AtomicBool>,
     registered: mpsc::UnboundedSender<Devices>,
     requests: Arc<Mutex<Vec<RegisterRequest>>>,
 }
@@ -51,6 +53,9 @@ impl Registration for Kubelet {
         self.requests.lock().unwrap().push(request);
         let devices = plugin.list_and_watch(Empty {}).await?.into_inner();
         let _ = self.registered.send(devices);
+        if self.lose_answer.load(Ordering::SeqCst) {
+            return Err(Status::unavailable("lost"));
+        }
         Ok(Response::new(Empty {}))
     }
 }
@@ -73,6 +78,7 @@ impl RunningKubelet {
         let kubelet = Kubelet {
             directory: directory.into(),
             refuse: Arc::default(),
+            lose_answer: Arc::default(),
             registered,
             requests: Arc::default(),
         };
@@ -417,6 +423,24 @@ async fn a_stream_that_kubelet_drops_leads_to_a_new_registration() {
             .is_err(),
         "one registration only"
     );
+    drop(devices);
+    plugin.close().await;
+}
+
+/// Kubelet 1.37 refuses another registration while it is connected.
+#[tokio::test]
+async fn a_plugin_that_kubelet_watches_does_not_register_again() {
+    let mut plugin = PluginEndpoint::open();
+    let mut kubelet = RunningKubelet::start(&plugin.kubelet_directory());
+    let first = kubelet.registration().await;
+    kubelet.kubelet.lose_answer.store(true, Ordering::SeqCst);
+    drop(first);
+    let devices = kubelet.registration().await;
+    until_state(&mut plugin.state, &KubeletApiState::Registered).await;
+    fs::remove_file(plugin.socket()).unwrap();
+    let another = timeout(Duration::from_secs(4), kubelet.registrations.recv());
+    assert!(another.await.is_err());
+    assert_eq!(*plugin.state.borrow(), KubeletApiState::Registered);
     drop(devices);
     plugin.close().await;
 }

@@ -77,25 +77,17 @@ impl Registrar {
         loop {
             self.published.mark_unchanged();
             let kubelet = Identity::of(&self.kubelet);
-            // Kubelet can connect although its answer was lost.
-            let is_connected = self.is_watched(streams_before);
             if !matches!(*self.state.borrow(), KubeletApiState::Rejected { .. }) {
                 self.state.send_replace(KubeletApiState::Waiting);
             }
             let resource = &self.resource_name;
-            let registered = if is_connected {
+            // Kubelet can have connected although the last answer was lost.
+            let answer = if self.is_watched(streams_before) {
                 Ok(())
             } else {
-                let registered = self.register().await;
-                registered.or_else(|error| {
-                    if self.is_watched(streams_before) {
-                        Ok(())
-                    } else {
-                        Err(error)
-                    }
-                })
+                self.register().await
             };
-            match registered {
+            match answer {
                 Ok(()) => {
                     tracing::info!(resource, "kubelet has registered the extended resource");
                     self.state.send_replace(KubeletApiState::Registered);
@@ -177,7 +169,7 @@ impl Registrar {
         }
     }
 
-    /// Whether kubelet has opened a stream since, and it is open.
+    /// Whether a stream is open that kubelet opened after the first `streams_before`.
     fn is_watched(&self, streams_before: u64) -> bool {
         let streams = self.streams.borrow();
         streams.open.range(streams_before + 1..).next().is_some()
