@@ -113,8 +113,9 @@ pub fn server(
     needs_claims: bool,
 ) -> Vec<DoctorFinding> {
     let number: String = minor.chars().take_while(char::is_ascii_digit).collect();
+    let number: u32 = number.parse().unwrap_or_default();
     let version = format!("Kubernetes {major}.{minor}");
-    let classic = major == "1" && number.parse::<u32>().is_ok_and(|minor| MINORS.contains(&minor));
+    let classic = major == "1" && MINORS.contains(&number);
     let newest = MINORS.end();
     let check = "version";
     let can_claim = classic && serves_resource != Ok(false);
@@ -141,13 +142,7 @@ pub fn server(
         return match serves_resource {
             Ok(_) => vec![problem],
             // A later version may serve v1.
-            Err(error)
-                if number
-                    .parse()
-                    .is_ok_and(|minor: u32| minor >= FIRST_STRUCTURED_MINOR) =>
-            {
-                vec![unknown(error)]
-            }
+            Err(error) if number >= FIRST_STRUCTURED_MINOR => vec![unknown(error)],
             Err(error) => vec![problem, unknown(error)],
         };
     }

@@ -13,7 +13,7 @@ use super::read;
 use crate::api::crd::NodeInventory;
 use crate::cli::diagnose::doctor::DoctorFinding;
 use crate::cli::diagnose::gates::{GATE, GateState, api_server, by_symptoms, kubelets};
-use crate::cli::diagnose::structured::doctor::{GATES, Gate, gate};
+use crate::cli::diagnose::structured::doctor::{GATES, Gate, gate, is_off};
 use crate::cli::error::Error;
 use crate::core::names::is_dns_subdomain;
 
@@ -72,8 +72,8 @@ pub(super) async fn gates_off(client: &Client) -> Result<Vec<Gate>, Error> {
     let version = client.apiserver_version().await.map_err(anyhow::Error::from)?;
     let minor = read::minor(&version.minor);
     let metrics = read_metrics(client, API_SERVER, Instant::now() + LIMIT).await;
-    let is_off = |gate: &Gate| gate.is_off(&state_of(&metrics, gate.name), minor);
-    Ok(GATES.into_iter().filter(is_off).collect())
+    let is_unused = |gate: &Gate| is_off(&state_of(&metrics, gate.name), minor);
+    Ok(GATES.into_iter().filter(is_unused).collect())
 }
 
 fn state_of(metrics: &Result<String, String>, gate: &str) -> GateState {

@@ -28,11 +28,9 @@ pub struct Gate {
     pub without: &'static str,
 }
 
-impl Gate {
-    /// Whether companions do without the gate: the API server says that it is off, or its version is too early.
-    pub fn is_off(self, answer: &GateState, minor: Option<u32>) -> bool {
-        *answer == GateState::Off || is_early(minor)
-    }
+/// Whether companions do without a gate: the API server says that it is off, or its version is too early.
+pub fn is_off(answer: &GateState, minor: Option<u32>) -> bool {
+    *answer == GateState::Off || is_early(minor)
 }
 
 fn is_early(minor: Option<u32>) -> bool {

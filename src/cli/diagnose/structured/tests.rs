@@ -3,7 +3,7 @@ use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use serde_json::{Value, json};
 
 use super::devices::devices;
-use super::doctor::{GATES, classes, dropped_fields, gate, slices};
+use super::doctor::{GATES, classes, dropped_fields, gate, is_off, slices};
 use super::explain::{StructuredExplainInput, evaluate_nodes, explain, find, is_waiting};
 use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable};
 use crate::cli::diagnose::doctor::{DoctorFinding, Level};
@@ -724,7 +724,7 @@ fn a_gate_that_is_off_is_expected_below_its_release() {
         Level::Note,
         "companions do not use it there"
     );
-    let is_off = |answer: GateState, minor| GATES[0].is_off(&answer, Some(minor));
+    let is_off = |answer: GateState, minor| is_off(&answer, Some(minor));
     assert!(is_off(GateState::Off, 37) && is_off(GateState::On, 35) && !is_off(GateState::On, 36));
     assert!(is_off(GateState::Silent, 35) && !is_off(GateState::Silent, 36));
 }
