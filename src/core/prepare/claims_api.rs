@@ -66,7 +66,9 @@ impl ClaimsApi {
         let served = |version: &str| DeviceEvent {
             reason: "ClaimsServed",
             warning: false,
-            note: format!("the API server serves resource.k8s.io/{version} now, by which claims are offered"),
+            note: format!(
+                "the API server serves resource.k8s.io/{version} now; this node uses it for claims"
+            ),
         };
         match self {
             _ if self == before => None,

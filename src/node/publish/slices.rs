@@ -738,11 +738,11 @@ impl<'a> SliceReports<'a> {
             let what = match altered {
                 Altered::TaintsDropped => {
                     "the API server dropped device taints: unhealthy devices are withdrawn instead; upgrade every API server, \
-                     or switch the feature gate DRADeviceTaints on in it"
+                     or enable the feature gate DRADeviceTaints there"
                 }
                 Altered::SharesDropped => {
                     "the API server dropped allowMultipleAllocations: devices with shares are not published; upgrade every API \
-                     server, switch the feature gate DRAConsumableCapacity on in it, or remove shares from the kind"
+                     server, enable the feature gate DRAConsumableCapacity there, or remove shares from the kind"
                 }
                 Altered::Otherwise => {
                     "it is stored in another form than written, which is kept: an admission webhook changes it, or the API server drops \
