@@ -60,7 +60,7 @@ async fn an_upgrade_of_kubernetes_reaches_a_running_companion() -> anyhow::Resul
             .await?;
         // This kubelet would start pods without the devices of their claims.
         setup.wait_for_event(node.name(), "KubeletTooOld", "1.34").await?;
-        slices.until("empty", |slices| !slices.is_empty()).await?;
+        slices.until("there", |slices| !slices.is_empty()).await?;
         slices.until_offered(&BTreeSet::new()).await?;
     }
     node.stop("kubelet", 15).await?;

@@ -2,15 +2,13 @@
 //! version: `DRAYMAN_TEST_KUBERNETES=1.36.3 cargo test --test e2e newer_kubelets`.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use anyhow::Context as _;
 use drayman::api::crd::NodeInventory;
 use kube::api::{Api, PostParams};
-use tokio::time::{sleep, timeout};
 
 use crate::commands::{json, run};
-use crate::harness::{Cluster, TIMEOUT};
+use crate::harness::Cluster;
 use crate::pods::{CONFIGURATION, MINORS, PLUGGED, look_inside, make_devices};
 use crate::setup::{REGISTERED, Setup, pod_with_limit};
 
@@ -129,12 +127,9 @@ async fn every_kubelet_keeps_a_plugin_whose_socket_is_removed() -> anyhow::Resul
     let is_ours = |path: &&PathBuf| path.to_string_lossy().contains("/drayman-plugged-");
     let socket = all.iter().find(is_ours).context("a socket")?;
     std::fs::remove_file(socket)?;
-    let recreated = async {
-        while !socket.exists() {
-            sleep(Duration::from_millis(50)).await;
-        }
-    };
-    timeout(TIMEOUT, recreated).await.context("the socket is back")?;
+    companion
+        .logged("the socket was removed and has been recreated")
+        .await?;
     make_devices(node, "drayman-plugged-more-", &MINORS[2..3])?;
     setup.until_allocatable(PLUGGED, "3").await?;
 

@@ -17,7 +17,7 @@ use crate::harness::{Cluster, IMAGE, TIMEOUT};
 use crate::setup::{DRIVER, Program, REGISTERED, Setup, is_gone, pod_from};
 
 /// One kind, `test`.
-pub(crate) const CONFIGURATION: &str = "\
+pub(super) const CONFIGURATION: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
 kinds:
@@ -26,12 +26,12 @@ kinds:
 ";
 
 /// A cluster with one node, the class `test`, and a companion for these devices, each `(major, minor)`.
-pub(crate) async fn start(configuration: &str, devices: &[(u32, u32)]) -> anyhow::Result<(Setup, Program)> {
+pub(super) async fn start(configuration: &str, devices: &[(u32, u32)]) -> anyhow::Result<(Setup, Program)> {
     start_with(configuration, devices, &[]).await
 }
 
 /// As [`start`], with more flags for the companion.
-pub(crate) async fn start_with(
+pub(super) async fn start_with(
     configuration: &str,
     devices: &[(u32, u32)],
     flags: &[&str],
@@ -63,7 +63,7 @@ pub(crate) async fn make_class(setup: &Setup, name: &str, kind: &str) -> anyhow:
 }
 
 /// Claims of the namespace `default`.
-pub(crate) fn claims(setup: &Setup) -> Api<ResourceClaim> {
+pub(super) fn claims(setup: &Setup) -> Api<ResourceClaim> {
     Api::namespaced(setup.cluster.client(), "default")
 }
 
@@ -73,12 +73,12 @@ pub(crate) fn one_device() -> Value {
 }
 
 /// The spec of a claim for one device of a class.
-pub(crate) fn one_device_of(class: &str) -> Value {
+pub(super) fn one_device_of(class: &str) -> Value {
     json!({ "devices": { "requests": [{ "name": "device", "exactly": { "deviceClassName": class } }] } })
 }
 
 /// Creates a claim.
-pub(crate) async fn make_claim(setup: &Setup, name: &str, spec: &Value) -> anyhow::Result<()> {
+pub(super) async fn make_claim(setup: &Setup, name: &str, spec: &Value) -> anyhow::Result<()> {
     let claim = json!({ "metadata": { "name": name }, "spec": spec });
     claims(setup)
         .create(&PostParams::default(), &serde_json::from_value(claim)?)
@@ -88,12 +88,12 @@ pub(crate) async fn make_claim(setup: &Setup, name: &str, spec: &Value) -> anyho
 }
 
 /// Creates a pod with one container, `main`, that uses the claim of the same name.
-pub(crate) async fn make_pod(setup: &Setup, name: &str) -> anyhow::Result<()> {
+pub(super) async fn make_pod(setup: &Setup, name: &str) -> anyhow::Result<()> {
     make_pod_of(setup, name, &[("main", &[])]).await
 }
 
 /// Creates a pod that uses the claim of the same name. Each container names the requests whose devices it gets; none means all.
-pub(crate) async fn make_pod_of(
+pub(super) async fn make_pod_of(
     setup: &Setup,
     name: &str,
     containers: &[(&str, &[&str])],
@@ -137,7 +137,7 @@ pub(crate) async fn devices_of(setup: &Setup, pod: &str) -> anyhow::Result<BTree
 }
 
 /// Waits until a pod runs, and returns the devices of a container. Those in its variables must equal those in its `/dev`.
-pub(crate) async fn devices_in(
+pub(super) async fn devices_in(
     setup: &Setup,
     pod: &str,
     container: &str,
@@ -174,7 +174,7 @@ pub(crate) async fn delete(setup: &Setup, pod: &str) -> anyhow::Result<()> {
 }
 
 /// Waits until the claim of a pod is allocated, and returns its uid and the allocated devices.
-pub(crate) async fn allocated(setup: &Setup, name: &str) -> anyhow::Result<(String, BTreeSet<String>)> {
+pub(super) async fn allocated(setup: &Setup, name: &str) -> anyhow::Result<(String, BTreeSet<String>)> {
     let met = |claim: Option<&ResourceClaim>| !results(claim).is_empty();
     let claim = setup.wait(claims(setup), name, "allocated", met).await?;
     let uid = claim.as_ref().and_then(|claim| claim.metadata.uid.clone());
@@ -198,7 +198,7 @@ fn results(claim: Option<&ResourceClaim>) -> Vec<String> {
 }
 
 /// Waits until the scheduler reports a pod as unschedulable, with a reason that contains `text`.
-pub(crate) async fn waits(setup: &Setup, pod: &str, text: &str) -> anyhow::Result<()> {
+pub(super) async fn waits(setup: &Setup, pod: &str, text: &str) -> anyhow::Result<()> {
     setup
         .wait_for_event(pod, "FailedScheduling", text)
         .await
@@ -272,7 +272,7 @@ impl Slices {
 }
 
 /// The devices of a complete pool: all slices exist and have the same generation.
-pub(crate) fn offered(slices: &BTreeMap<String, ResourceSlice>) -> Option<BTreeMap<String, Device>> {
+pub(super) fn offered(slices: &BTreeMap<String, ResourceSlice>) -> Option<BTreeMap<String, Device>> {
     let first = slices.values().next()?;
     let pool = &first.spec.pool;
     let complete = usize::try_from(pool.resource_slice_count).is_ok_and(|count| count == slices.len())
@@ -287,7 +287,7 @@ pub(crate) fn offered(slices: &BTreeMap<String, ResourceSlice>) -> Option<BTreeM
 }
 
 /// Prints percentiles of durations.
-pub(crate) fn print_times(what: &str, mut times: Vec<Duration>) {
+pub(super) fn print_times(what: &str, mut times: Vec<Duration>) {
     times.sort();
     let at = |part: usize| {
         times
@@ -307,7 +307,7 @@ pub(crate) fn names(numbers: &[usize]) -> BTreeSet<String> {
 }
 
 /// Creates a pod.
-pub(crate) async fn make(setup: &Setup, pod: Value) -> anyhow::Result<Pod> {
+pub(super) async fn make(setup: &Setup, pod: Value) -> anyhow::Result<Pod> {
     Ok(setup
         .pods()
         .create(&PostParams::default(), &pod_from(pod)?)

@@ -86,6 +86,7 @@ fn a_configuration_for_the_machine_is_proposed() {
     println!("{proposed}");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     for part in [
+        "for claims on Kubernetes 1.34 and 1.35, add shares: 1.\n",
         "- preset: kvm\n",
         "# FTDI FT232R_USB_UART (usb-0403-6001)\n# Devices: usb-0403-6001-a50285bi",
         "- name: \"ftdi-ft232r-usb-uart\"\n",
