@@ -1,13 +1,14 @@
 //! Pods and CustomResourceDefinitions with the fields that the commands read, as in Kubernetes. Code to read the whole types would be in the
-//! memory of every companion.
+//! memory of every companion. DeviceTaintRules are here because k8s-openapi does not have their version.
 
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{self, PodResourceClaim, PodResourceClaimStatus};
+use k8s_openapi::api::resource::v1::DeviceTaint;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1 as extensions;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
-use kube::Resource;
 use kube::api::ObjectMeta;
+use kube::{CustomResource, Resource};
 use serde::{Deserialize, Serialize};
 
 #[derive(Clone, Debug, Default, Resource, Serialize, Deserialize)]
@@ -123,4 +124,28 @@ impl CustomResourceDefinition {
         let mut conditions = status.flat_map(|status| status.conditions.iter().flatten());
         conditions.any(|condition| condition.type_ == "Established" && condition.status == "True")
     }
+}
+
+/// The spec of a DeviceTaintRule, which `resource.k8s.io/v1` has from 1.37 on: the scheduler adds its taint to the selected devices.
+/// Upstream: `staging/src/k8s.io/api/resource/v1/types.go` at release-1.37.
+#[derive(Clone, Debug, CustomResource, Serialize, Deserialize)]
+#[kube(
+    group = "resource.k8s.io",
+    version = "v1",
+    kind = "DeviceTaintRule",
+    schema = "disabled"
+)]
+#[serde(rename_all = "camelCase")]
+pub struct DeviceTaintRuleSpec {
+    /// Without a selector, the rule selects no device.
+    pub device_selector: Option<DeviceTaintSelector>,
+    pub taint: DeviceTaint,
+}
+
+/// Selects devices that meet all its fields.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct DeviceTaintSelector {
+    pub driver: Option<String>,
+    pub pool: Option<String>,
+    pub device: Option<String>,
 }

@@ -5,7 +5,6 @@ use std::fmt::Write as _;
 use std::process::ExitCode;
 
 use clap_complete::ArgValueCompleter;
-use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::Client;
 
 use super::kubectl_flags::KubectlFlags;
@@ -178,7 +177,7 @@ async fn read_table(
 ) -> Result<(DeviceTable, ClaimScope), Error> {
     let (table, scope) = match read::api(client).await? {
         ServedApi::Structured => {
-            let slices: Vec<ResourceSlice> = read::all(client).await?;
+            let slices = read::slices(client).await?;
             let claims = read::served_claims(client, namespaces).await?;
             let table = structured::devices::devices(driver, &slices, &claims.items);
             (table, claims.scope)
@@ -300,6 +299,29 @@ mod tests {
              node-a   a        cameras   Free                      0/1      claims\n\
              node-a   b        cameras   Held    shop/one   till   1/1      claims\n"
         );
+    }
+
+    #[tokio::test]
+    async fn taints_of_rules_are_shown_to_those_who_may_read_them() {
+        const RULES: &str = "/apis/resource.k8s.io/v1/devicetaintrules";
+        let rule = json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "DeviceTaintRule", "metadata": { "name": "repair" },
+            "spec": { "deviceSelector": { "device": "a" }, "taint": { "key": "example.com/repair", "effect": "NoSchedule" } },
+        });
+        let server = Server::structured().with(SLICES, &[slice("node-a", json!([camera("a")]))]);
+        let state = async |server: Server| {
+            let (table, _) = read_table(&server.client(), DRIVER, &or_shop()).await.unwrap();
+            table.devices[0].state
+        };
+        let with_rule = server.clone().with(RULES, &[rule]);
+        assert_eq!(state(with_rule).await, DeviceState::Tainted);
+        assert_eq!(state(server.clone()).await, DeviceState::Free, "before 1.37");
+        assert_eq!(
+            state(server.clone().without_right(RULES)).await,
+            DeviceState::Free
+        );
+        let failing = server.failing(RULES, 500).client();
+        assert!(read_table(&failing, DRIVER, &or_shop()).await.is_err());
     }
 
     #[tokio::test]

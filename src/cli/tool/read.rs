@@ -4,13 +4,16 @@ use std::fmt::Debug;
 
 use anyhow::Context as _;
 use k8s_openapi::NamespaceResourceScope;
+use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::ListParams;
 use kube::{Client, Resource};
 use serde::de::DeserializeOwned;
 
 use crate::api::resource::{GROUP, ResourceClaim, ResourceClass};
 use crate::cli::diagnose::devices::DeviceTable;
+use crate::cli::diagnose::structured::add_taints;
 use crate::cli::error::Error;
+use crate::cli::objects::DeviceTaintRule;
 
 /// Page size of lists.
 const PAGE: u32 = 500;
@@ -43,6 +46,21 @@ where
             None => return Ok(objects),
         }
     }
+}
+
+/// Lists all ResourceSlices, with the taints of DeviceTaintRules.
+pub(super) async fn slices(client: &Client) -> Result<Vec<ResourceSlice>, Error> {
+    let mut slices = all(client).await?;
+    match all::<DeviceTaintRule>(client).await {
+        Ok(rules) => add_taints(&mut slices, &rules),
+        // Kubernetes serves them from 1.37 on.
+        Err(error) if is_not_served(&error) => {}
+        Err(error) if is_forbidden(&error) => {
+            eprintln!("note: you may not list devicetaintrules.resource.k8s.io: their taints are unknown");
+        }
+        Err(error) => return Err(error),
+    }
+    Ok(slices)
 }
 
 /// The API of claims that the cluster serves.

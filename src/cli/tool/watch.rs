@@ -2,7 +2,7 @@
 
 use std::fmt::Debug;
 
-use futures::{FutureExt as _, Stream, StreamExt as _};
+use futures::{FutureExt as _, Stream, StreamExt as _, stream};
 use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::resource::v1;
 use kube::runtime::reflector::{self, Store};
@@ -16,6 +16,7 @@ use crate::api::resource::ResourceClaim;
 use crate::cli::diagnose::devices::{DeviceTable, devices as of_inventories};
 use crate::cli::diagnose::structured;
 use crate::cli::error::Error;
+use crate::cli::objects::DeviceTaintRule;
 
 /// Calls `changed` with all devices of the driver after each change, until it returns false or fails.
 pub(super) async fn devices(
@@ -27,15 +28,24 @@ pub(super) async fn devices(
     match read::api(client).await? {
         read::ServedApi::Structured => {
             let slices = Api::<v1::ResourceSlice>::all(client.clone());
-            both(slices, claims(client, scope), |slices, claims| {
-                changed(scope.limit(structured::devices::devices(driver, &slices, &claims)))
-            })
+            let can_list = read::can_list::<DeviceTaintRule>(client).await.is_ok();
+            let rules = can_list.then(|| Api::<DeviceTaintRule>::all(client.clone()));
+            follow(
+                slices,
+                claims(client, scope),
+                rules,
+                |mut slices, claims, rules| {
+                    structured::add_taints(&mut slices, &rules);
+                    changed(scope.limit(structured::devices::devices(driver, &slices, &claims)))
+                },
+            )
             .await
         }
         read::ServedApi::Classic => {
             let inventories = Api::<NodeInventory>::all(client.clone());
             let claims = claims::<ResourceClaim>(client, scope);
-            both(inventories, claims, |inventories, claims| {
+            let rules = None::<Api<DeviceTaintRule>>;
+            follow(inventories, claims, rules, |inventories, claims, _| {
                 changed(scope.limit(of_inventories(driver, &inventories, &claims)))
             })
             .await
@@ -55,29 +65,36 @@ where
     }
 }
 
-/// Calls `changed` with the objects of two kinds, once both have been listed, and after each change, until it returns false. Without an API
-/// of the second kind, there are none of it.
-async fn both<A, B>(
+/// Calls `changed` with the objects of three kinds, once all have been listed, and after each change, until it returns false. Without an API
+/// of the second or third kind, there are none of it.
+async fn follow<A, B, C>(
     of_a: Api<A>,
     of_b: Option<Api<B>>,
-    mut changed: impl FnMut(Vec<A>, Vec<B>) -> Result<bool, Error>,
+    of_c: Option<Api<C>>,
+    mut changed: impl FnMut(Vec<A>, Vec<B>, Vec<C>) -> Result<bool, Error>,
 ) -> Result<(), Error>
 where
     A: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
     B: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+    C: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
 {
     let (a, a_changes) = followed(of_a);
     let (b, b_changes) = of_b.map(followed).unzip();
-    let b_changes = futures::stream::iter(b_changes).flatten();
+    let (c, c_changes) = of_c.map(followed).unzip();
+    let other_changes = stream::select(
+        stream::iter(b_changes).flatten(),
+        stream::iter(c_changes).flatten(),
+    );
     // Events that arrive together are one change.
-    let mut events = std::pin::pin!(futures::stream::select(a_changes, b_changes).ready_chunks(1000));
+    let mut events = std::pin::pin!(stream::select(a_changes, other_changes).ready_chunks(1000));
     while let Some(chunk) = events.next().await {
         for error in chunk.into_iter().filter_map(Result::err) {
             eprintln!("note: {error}; trying again");
         }
         let all_of_b = b.as_ref().map_or_else(|| Some(Vec::new()), listed);
-        if let (Some(a), Some(b)) = (listed(&a), all_of_b)
-            && !changed(a, b)?
+        let all_of_c = c.as_ref().map_or_else(|| Some(Vec::new()), listed);
+        if let (Some(a), Some(b), Some(c)) = (listed(&a), all_of_b, all_of_c)
+            && !changed(a, b, c)?
         {
             break;
         }

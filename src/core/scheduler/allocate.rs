@@ -19,6 +19,9 @@ pub enum AllocationFailure {
     /// An object is invalid. The scheduler gives up on all nodes.
     #[error("{0}")]
     Invalid(String),
+    /// A claim needs all devices of a pool that is being updated. The scheduler tries again later.
+    #[error("{0}")]
+    PoolUpdating(String),
     /// The available devices of the node do not satisfy the claims.
     #[error("cannot allocate all claims")]
     DoesNotFit,
@@ -31,6 +34,7 @@ impl From<SearchError> for AllocationFailure {
     fn from(error: SearchError) -> Self {
         match error {
             SearchError::Invalid(error) => Self::Invalid(error),
+            SearchError::PoolUpdating(error) => Self::PoolUpdating(error),
             SearchError::TooManyResults => Self::DoesNotFit,
             SearchError::TooManySteps => Self::TooManyCombinations,
         }

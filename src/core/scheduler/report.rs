@@ -72,16 +72,16 @@ pub struct NodeReport {
     pub requests: Vec<RequestReport>,
     /// Whether only the claims' constraints prevent the allocation.
     pub only_constraints: bool,
-    /// Number of devices of the node, of all drivers.
-    pub devices: usize,
+    /// Number of pools of the node, of all drivers. A pool may have no devices.
+    pub pools: usize,
     /// Pools whose devices are not allocated now, as `driver/pool`, with the reason.
     pub unusable: Vec<(String, PoolState)>,
 }
 
 impl NodeReport {
-    /// Whether no driver lists devices of the node.
+    /// Whether no driver publishes slices for the node.
     pub fn is_without_driver(&self) -> bool {
-        self.devices == 0 && self.unusable.is_empty()
+        self.pools == 0
     }
 }
 
@@ -102,12 +102,13 @@ pub fn report(
         Err(error) => Err(error.into()),
     };
     let mut search = AllocationSearch::of_requests(cluster, node, &pools, claims, evaluate)?;
-    let (devices, requests) = (search.devices.len(), requests(&mut search));
+    let requests = requests(&mut search);
     let only_constraints = outcome == Err(AllocationFailure::DoesNotFit) && {
         let mut search = AllocationSearch::new(cluster, node, &pools, claims, evaluate)?;
         search.ignore_constraints();
         search.run() == Ok(true)
     };
+    let number_of_pools = pools.len();
     let unusable = pools
         .into_iter()
         .filter(|pool| pool.state != PoolState::Complete)
@@ -117,7 +118,7 @@ pub fn report(
         outcome,
         requests,
         only_constraints,
-        devices,
+        pools: number_of_pools,
         unusable,
     })
 }

@@ -28,6 +28,8 @@ pub(super) const STEPS_MAX: usize = 100_000;
 pub(super) enum SearchError {
     /// An object is invalid.
     Invalid(String),
+    /// A request wants all devices of a pool that is being updated.
+    PoolUpdating(String),
     /// The claim would have more than [`RESULTS_MAX`] devices. Another subrequest may need fewer.
     TooManyResults,
     /// The search takes more than [`STEPS_MAX`] steps.
@@ -174,14 +176,15 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
             }
             let (capacity, name) = (subrequest.capacity, of.label.clone());
             if let Some(pool) = pools.iter().find(|pool| pool.state != PoolState::Complete) {
-                let state = match &pool.state {
-                    PoolState::Invalid(reason) => format!("is invalid: {reason}"),
-                    _ => "is being updated".to_owned(),
-                };
-                return Err(SearchError::Invalid(format!(
-                    "{name}: it requests all devices, but pool {} of driver {} {state}",
-                    pool.name, pool.driver
-                )));
+                let (pool_name, driver) = (pool.name, pool.driver);
+                let problem =
+                    format!("{name}: it requests all devices, but pool {pool_name} of driver {driver}");
+                return Err(match &pool.state {
+                    PoolState::Invalid(reason) => {
+                        SearchError::Invalid(format!("{problem} is invalid: {reason}"))
+                    }
+                    _ => SearchError::PoolUpdating(format!("{problem} is being updated")),
+                });
             }
             let mut found = Vec::new();
             for device in 0..self.devices.len() {

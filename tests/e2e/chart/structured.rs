@@ -232,6 +232,7 @@ fn users_read_classes_and_viewers_read_slices() {
         "resourceclaimtemplates",
         "deviceclasses",
         "resourceslices",
+        "devicetaintrules",
     ];
     assert_eq!(
         rights("view"),
@@ -247,8 +248,12 @@ fn users_read_classes_and_viewers_read_slices() {
         &["--set=rbac.readInventoriesByAuthenticated=true"],
     );
     let open = allowed(object(&open, "ClusterRole", "drayman-read.drayman"));
-    let more: Vec<String> = open.difference(&rights("read")).cloned().collect();
-    assert_eq!(more, reads("resourceslices"));
+    let more: BTreeSet<String> = open.difference(&rights("read")).cloned().collect();
+    let expected = ["resourceslices", "devicetaintrules"];
+    assert_eq!(
+        more,
+        expected.iter().flat_map(|resource| reads(resource)).collect()
+    );
 }
 
 #[test]

@@ -13,6 +13,8 @@ use crate::setup::{DRIVER, Setup};
 
 /// The first minor version with device taints and consumable capacity by default.
 const ON_SINCE: u32 = 36;
+/// The first minor version with DeviceTaintRules by default.
+const RULES_SINCE: u32 = 37;
 
 /// A cluster with two nodes that exist only in the API; the first has a slice.
 async fn start() -> anyhow::Result<Setup> {
@@ -60,7 +62,18 @@ async fn the_commands_show_devices_holders_and_waiting_pods() -> anyhow::Result<
     let mut tainted = device("test-1", "test");
     tainted["attributes"]["drayman.dev/unhealthy"] = json!({ "string": "it does not open" });
     tainted["taints"] = json!([{ "key": "drayman.dev/unhealthy", "effect": "NoSchedule" }]);
-    let devices = [device("test-0", "test"), tainted];
+    let mut devices = vec![device("test-0", "test"), tainted];
+    let with_rules = setup.cluster.minor() >= RULES_SINCE;
+    if with_rules {
+        let taint = json!({ "key": "example.com/repair", "effect": "NoSchedule" });
+        setup
+            .apply(&json!({
+                "apiVersion": "resource.k8s.io/v1", "kind": "DeviceTaintRule", "metadata": { "name": "repair" },
+                "spec": { "deviceSelector": { "driver": DRIVER, "pool": "node-a", "device": "test-2" }, "taint": taint },
+            }))
+            .await?;
+        devices.push(device("test-2", "test"));
+    }
     make_slice(&setup, "node-a-1", &pool("node-a", 1, 1), &devices).await?;
     make_pod_with_claim(&setup, "first", &one_device()).await?;
     setup.until_bound("first").await?;
@@ -78,6 +91,9 @@ async fn the_commands_show_devices_holders_and_waiting_pods() -> anyhow::Result<
     assert_eq!(lines[0], ["NODE", "DEVICE", "KIND", "STATE", "HELD", "BY"]);
     assert_eq!(lines[1], ["node-a", "test-0", "test", "Held", "default/first"]);
     assert_eq!(lines[2][..4], ["node-a", "test-1", "test", "Unhealthy"]);
+    if with_rules {
+        assert_eq!(lines[3][..4], ["node-a", "test-2", "test", "Tainted"]);
+    }
     let (code, text, _) = run(&setup, &["who", "node-a/test-0"]).await?;
     println!("{text}");
     assert_eq!(code, Some(0));
@@ -93,13 +109,18 @@ async fn the_commands_show_devices_holders_and_waiting_pods() -> anyhow::Result<
     assert_eq!(claim["step"], "WaitsForDevice");
     // All gates are on.
     assert_eq!(claim["because"], "none of 2 nodes can serve it now");
+    let because = if with_rules {
+        "request device: 0 of 3 matching devices free, 1 needed (1 held, 2 tainted)"
+    } else {
+        "request device: 0 of 2 matching devices free, 1 needed (1 held, 1 tainted)"
+    };
     let mut nodes = claim["nodes"].as_array().cloned().unwrap_or_default();
     nodes.sort_by_key(|node| node["node"].to_string());
     assert_eq!(
         nodes,
         [
-            json!({ "node": "node-a", "reason": "request device: 0 of 2 matching devices free, 1 needed (1 held, 1 tainted)" }),
-            json!({ "node": "node-b", "reason": "no ResourceSlice lists devices of this node: no driver runs here" }),
+            json!({ "node": "node-a", "reason": because }),
+            json!({ "node": "node-b", "reason": "no ResourceSlice is for this node: no driver runs here" }),
         ]
     );
     let reasons: Vec<&str> = claim["devices"]

@@ -17,7 +17,7 @@ use crate::core::scheduler::{Evaluate, PoolState, all_pools};
 
 /// First minor version of Kubernetes 1 with these gates on by default. Companions use them from this version on only
 /// ([`Features::of_minor`](crate::core::slices::Features::of_minor)).
-const ON_SINCE: u32 = 36;
+pub(super) const ON_SINCE: u32 = 36;
 
 /// A feature gate of the API server, scheduler and controller manager.
 #[derive(Clone, Copy, Debug)]
@@ -35,6 +35,47 @@ pub fn is_off(answer: &GateState, minor: Option<u32>) -> bool {
 
 fn is_early(minor: Option<u32>) -> bool {
     minor.is_some_and(|minor| minor < ON_SINCE)
+}
+
+/// The nodes whose companions do without the gates because of kubelet: they follow the older of API server and kubelet. Where kubelet is
+/// too old for claims, [`offers`] says so.
+pub fn old_kubelets(nodes: &[Node]) -> Vec<String> {
+    let is_old = |node: &&Node| {
+        let minor = kubelet_minor(node);
+        is_early(minor) && !is_too_early(minor)
+    };
+    nodes
+        .iter()
+        .filter(is_old)
+        .map(|node| name_of(node).to_owned())
+        .collect()
+}
+
+fn kubelet_minor(node: &Node) -> Option<u32> {
+    let info = node.status.as_ref()?.node_info.as_ref()?;
+    minor_of(&info.kubelet_version)
+}
+
+/// Reports nodes with slices of `driver` whose kubelet is too old for the gates, unless the API server is, too.
+pub fn kubelets(
+    driver: &str,
+    slices: &[ResourceSlice],
+    nodes: &[Node],
+    api_server: Option<u32>,
+) -> Option<DoctorFinding> {
+    let ours = slices.iter().filter(|slice| slice.spec.driver == driver);
+    let served: BTreeSet<&str> = ours.filter_map(|slice| slice.spec.node_name.as_deref()).collect();
+    let mut old = old_kubelets(nodes);
+    old.retain(|node| served.contains(node.as_str()));
+    if old.is_empty() || is_early(api_server) {
+        return None;
+    }
+    let [taints, shares] = GATES.map(|gate| gate.without);
+    let message = format!(
+        "kubelet is older than 1.{ON_SINCE} on {}: {taints}, and {shares} there",
+        some(&old)
+    );
+    Some(DoctorFinding::note("gates", message))
 }
 
 /// The gates that companions use.
@@ -375,10 +416,7 @@ fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<DoctorF
             ));
         }
     }
-    let early = nodes.iter().filter(|node| {
-        let info = node.status.as_ref().and_then(|status| status.node_info.as_ref());
-        is_too_early(info.and_then(|info| minor_of(&info.kubelet_version)))
-    });
+    let early = nodes.iter().filter(|node| is_too_early(kubelet_minor(node)));
     let early: Vec<&str> = early.map(name_of).collect();
     if !early.is_empty() {
         findings.push(DoctorFinding::note(

@@ -7,7 +7,7 @@ use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
 use kube::ResourceExt as _;
 
 use super::devices::pods;
-use super::doctor::Gate;
+use super::doctor::{Gate, ON_SINCE};
 use crate::cli::diagnose::explain::{
     ClaimExplanation, ClaimStep, DeviceExplanation, NodeExplanation, claim_missing, claim_not_owned,
     claim_of, deleting, ended, not_needed, reserved,
@@ -100,6 +100,10 @@ pub fn evaluate_nodes(
 pub(crate) struct StructuredExplainInput<'a> {
     pub driver: &'a str,
     pub gates_off: &'a [Gate],
+    /// Nodes whose companions do without the gates, because their kubelet is too old.
+    pub old_kubelets: &'a [String],
+    /// Whether only the claims of one namespace could be read, so that devices of others appear free.
+    pub of_one_namespace: bool,
     /// The pod, if the question concerns one.
     pub pod: Option<&'a PartialPod>,
     /// The pod's entry in `spec.resourceClaims`.
@@ -117,14 +121,23 @@ pub(crate) struct StructuredExplainInput<'a> {
 pub(crate) fn explain(input: &StructuredExplainInput<'_>) -> ClaimExplanation {
     let claim = claim_of(input.found);
     let (step, because, advice) = current_step(input);
-    let waits = matches!(step, ClaimStep::WaitsForDevice | ClaimStep::WaitsForScheduler);
+    let is_bound = input.pod.is_some_and(|pod| node_name(pod).is_some());
+    let waits = matches!(step, ClaimStep::WaitsForDevice | ClaimStep::WaitsForScheduler) && !is_bound;
     let nodes = input.nodes.into_iter().flatten().filter(|_| waits);
-    let fit = |(node, report): (&String, &Result<NodeReport, String>)| NodeExplanation {
+    let fit = |(node, report): (&String, &Result<NodeReport, String>)| {
+        NodeExplanation {
         node: node.clone(),
         reason: match report {
-            Ok(report) => reason(report, input.index),
+            Ok(report) => reason(report, input.index).map(|reason| {
+                if input.old_kubelets.contains(node) {
+                    format!("{reason}; kubelet is older than 1.{ON_SINCE} there: unhealthy and shared devices are left out")
+                } else {
+                    reason
+                }
+            }),
             Err(error) => Some(error.clone()),
         },
+    }
     };
     let mut drivers = BTreeSet::new();
     let mut devices = Vec::new();
@@ -175,6 +188,10 @@ fn is_allocated(claim: &ResourceClaim) -> bool {
         .status
         .as_ref()
         .is_some_and(|status| status.allocation.is_some())
+}
+
+fn node_name(pod: &PartialPod) -> Option<&str> {
+    pod.spec.as_ref()?.node_name.as_deref()
 }
 
 /// Whether the scheduler has yet to allocate the claim.
@@ -255,7 +272,20 @@ fn current_step(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, Strin
         return ended;
     }
     if is_allocated(claim) {
-        return reserved(&users(claim), RESERVED_FOR_MAX, input.pod);
+        let (step, because, advice) = reserved(&users(claim), RESERVED_FOR_MAX, input.pod);
+        if step == ClaimStep::WaitsForReservation && advice.is_empty() {
+            let pools: BTreeSet<&str> = allocated_devices::results(claim)
+                .map(|result| result.pool.as_str())
+                .collect();
+            let pools = pools.into_iter().collect::<Vec<_>>().join(", ");
+            return (
+                step,
+                format!("{because}; its devices are in pool {pools}, and the pod can run only there"),
+                "if this persists, the node does not meet the pod's other requirements: kubectl describe pod"
+                    .into(),
+            );
+        }
+        return (step, because, advice);
     }
     if let Some(classes) = input.classes {
         let exists = |name: &String| {
@@ -282,6 +312,15 @@ fn users(claim: &ResourceClaim) -> Vec<&str> {
 }
 
 fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
+    if let Some(node) = input.pod.and_then(node_name) {
+        return (
+            ClaimStep::WaitsForScheduler,
+            format!("the pod is bound to node {node}, and the scheduler allocates only before it binds a pod"),
+            "create the pod without spec.nodeName, and select the node by a nodeSelector; if it was not set, the claim has been replaced: \
+             delete the pod"
+                .into(),
+        );
+    }
     let Some(nodes) = input.nodes else {
         return (
             ClaimStep::WaitsForScheduler,
@@ -314,6 +353,10 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
         let fix = if matching.any(|(_, state)| matches!(state, Availability::Held(_))) {
             "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
              one (drayman devices), add a node, or request less"
+        } else if total > 0 && nodes.values().all(Result::is_err) {
+            "the nodes give the cause, which may be another claim of the pod"
+        } else if outcomes().any(|outcome| matches!(outcome, Err(AllocationFailure::PoolUpdating(_)))) {
+            "the scheduler tries again when the pool is complete; if this persists, see the log of that driver (`drayman doctor`)"
         } else if nodes.values().flatten().all(NodeReport::is_without_driver) {
             "no driver offers devices on any of these nodes: `drayman doctor`, with the rights of an operator, names the cause"
         } else {
@@ -324,6 +367,14 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
             ClaimStep::WaitsForDevice,
             format!("none of {total} nodes can serve it now{gates}"),
             fix.into(),
+        );
+    }
+    if input.of_one_namespace {
+        return (
+            ClaimStep::WaitsForScheduler,
+            format!("{able} of {total} nodes can serve it, unless claims of other namespaces, which you may not list, hold the devices"),
+            "with the right to list resourceclaims in all namespaces, this command knows; see also the pod's events: kubectl describe pod"
+                .into(),
         );
     }
     if input.pod.is_none() {
@@ -348,7 +399,7 @@ fn reason(report: &NodeReport, claim: usize) -> Option<String> {
         Err(refusal) => return Some(refusal.to_string()),
     }
     if report.is_without_driver() {
-        return Some("no ResourceSlice lists devices of this node: no driver runs here".to_owned());
+        return Some("no ResourceSlice is for this node: no driver runs here".to_owned());
     }
     let mut reasons: Vec<String> = report
         .unusable

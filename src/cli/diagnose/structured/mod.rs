@@ -8,8 +8,9 @@ pub mod devices;
 pub mod doctor;
 pub mod explain;
 
-use k8s_openapi::api::resource::v1::{Device, DeviceAttribute};
+use k8s_openapi::api::resource::v1::{Device, DeviceAttribute, ResourceSlice};
 
+use crate::cli::objects::DeviceTaintRule;
 pub use crate::core::discovery::attributes::{KIND, MODE, UNHEALTHY};
 use crate::core::scheduler::Quantity;
 pub use crate::core::slices::SHARES;
@@ -28,6 +29,26 @@ fn kind(device: &Device) -> &str {
 fn shares(device: &Device) -> Option<Quantity> {
     let capacity = device.capacity.as_ref()?.get(SHARES)?;
     Quantity::read(&capacity.value).ok()
+}
+
+/// Adds the taints of rules to the devices, as the scheduler does.
+pub fn add_taints(slices: &mut [ResourceSlice], rules: &[DeviceTaintRule]) {
+    let is = |wanted: &Option<String>, name: &String| wanted.as_ref().is_none_or(|wanted| wanted == name);
+    for rule in rules {
+        let Some(selector) = &rule.spec.device_selector else {
+            continue;
+        };
+        for slice in &mut *slices {
+            if !is(&selector.driver, &slice.spec.driver) || !is(&selector.pool, &slice.spec.pool.name) {
+                continue;
+            }
+            let devices = slice.spec.devices.iter_mut().flatten();
+            for device in devices.filter(|device| is(&selector.device, &device.name)) {
+                let taints = device.taints.get_or_insert_default();
+                taints.push(rule.spec.taint.clone());
+            }
+        }
+    }
 }
 
 /// Formats an attribute value.

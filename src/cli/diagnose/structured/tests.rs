@@ -2,8 +2,9 @@ use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use serde_json::{Value, json};
 
+use super::add_taints;
 use super::devices::devices;
-use super::doctor::{GATES, classes, dropped_fields, gate, is_off, slices};
+use super::doctor::{GATES, classes, dropped_fields, gate, is_off, kubelets, slices};
 use super::explain::{StructuredExplainInput, evaluate_nodes, explain, find, is_waiting};
 use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable};
 use crate::cli::diagnose::doctor::{DoctorFinding, Level};
@@ -242,11 +243,14 @@ fn a_device_that_a_container_may_have_is_not_free() {
     assert_eq!(may, [false, true, true, true]);
 }
 
+#[derive(Default)]
 struct Question {
     slices: Vec<Value>,
     classes: Vec<Value>,
     claims: Vec<Value>,
     pod: Value,
+    old_kubelets: Vec<String>,
+    of_one_namespace: bool,
 }
 
 impl Question {
@@ -279,6 +283,8 @@ impl Question {
             explanations.push(explain(&StructuredExplainInput {
                 driver: DRIVER,
                 gates_off: &[],
+                old_kubelets: &self.old_kubelets,
+                of_one_namespace: self.of_one_namespace,
                 pod: Some(&pod),
                 entry: Some(entry),
                 found,
@@ -297,6 +303,7 @@ impl Question {
             classes: vec![class("cameras"), class("radios")],
             claims,
             pod: pod("waiting", names),
+            ..Self::default()
         }
         .ask()
     }
@@ -322,7 +329,7 @@ fn a_waiting_claim_is_explained_by_node_and_device() {
         reasons(&explanation),
         [
             "request device: 1 of 3 matching devices free, 2 needed (1 held, 1 tainted)",
-            "no ResourceSlice lists devices of this node: no driver runs here",
+            "no ResourceSlice is for this node: no driver runs here",
         ]
     );
     let of_devices: Vec<(&str, Option<&str>)> = explanation
@@ -450,6 +457,176 @@ fn each_step_of_a_claim_is_recognised() {
     assert_eq!(step(vec![deleting]).0, ClaimStep::Deleting);
 }
 
+/// The explanation of the only claim, a camera, of a pod beside a free camera on `node-a`.
+fn of_a_free_camera(change: impl FnOnce(&mut Question)) -> ClaimExplanation {
+    let mut question = Question {
+        slices: vec![slice("node-a", json!([camera("a")]))],
+        classes: vec![class("cameras")],
+        claims: vec![claim("one", "cameras", 1)],
+        pod: pod("waiting", &["one"]),
+        ..Question::default()
+    };
+    change(&mut question);
+    question.ask().remove(0)
+}
+
+#[test]
+fn a_node_with_an_empty_slice_has_a_driver() {
+    let explanation = of_a_free_camera(|question| question.slices = vec![slice("node-a", json!([]))]);
+    assert_eq!(
+        reasons(&explanation),
+        [
+            "request device: no device matches DeviceClass cameras",
+            "no ResourceSlice is for this node: no driver runs here",
+        ]
+    );
+    let advice = explanation.advice.unwrap();
+    assert!(
+        advice.starts_with("no device that the claim wants is held"),
+        "{advice}"
+    );
+}
+
+#[test]
+fn a_claim_that_waits_for_another_claim_is_not_the_drivers_fault() {
+    let advice = |other: Value| {
+        let explanation = of_a_free_camera(|question| {
+            question.claims.push(other);
+            question.pod = pod("waiting", &["one", "two"]);
+        });
+        explanation.advice.unwrap()
+    };
+    let expected = "the nodes give the cause, which may be another claim of the pod";
+    assert_eq!(advice(claim("two", "none", 1)), expected);
+    let mut elsewhere = held("two", "node-gone", &["x"]);
+    elsewhere["status"]["reservedFor"][0]["uid"] = json!("uid-waiting");
+    assert_eq!(advice(elsewhere), expected);
+}
+
+#[test]
+fn a_pod_that_was_bound_first_gets_no_allocation() {
+    let explanation = of_a_free_camera(|question| question.pod["spec"]["nodeName"] = json!("node-a"));
+    assert_eq!(
+        (explanation.step, explanation.because.as_str()),
+        (
+            ClaimStep::WaitsForScheduler,
+            "the pod is bound to node node-a, and the scheduler allocates only before it binds a pod"
+        )
+    );
+    assert!(explanation.nodes.is_empty());
+}
+
+#[test]
+fn a_shared_claim_names_the_only_place_for_its_pods() {
+    let explanation = of_a_free_camera(|question| question.claims = vec![held("one", "node-b", &["x"])]);
+    assert_eq!(explanation.step, ClaimStep::WaitsForReservation);
+    assert_eq!(
+        explanation.because,
+        "it is allocated, and reserved for 1 other pod(s); its devices are in pool node-b, and the pod can run only there"
+    );
+}
+
+#[test]
+fn a_pool_that_is_being_updated_is_worth_waiting_for() {
+    let explanation = of_a_free_camera(|question| {
+        question.slices[0]["spec"]["pool"]["resourceSliceCount"] = json!(2);
+        question.claims[0]["spec"]["devices"]["requests"][0]["exactly"] =
+            json!({ "deviceClassName": "cameras", "allocationMode": "All" });
+    });
+    assert_eq!(explanation.step, ClaimStep::WaitsForDevice);
+    assert!(
+        reasons(&explanation)[0].ends_with("is being updated"),
+        "{explanation:?}"
+    );
+    let advice = explanation.advice.unwrap();
+    assert!(
+        advice.starts_with("the scheduler tries again when the pool is complete"),
+        "{advice}"
+    );
+}
+
+#[test]
+fn claims_that_the_user_may_not_list_leave_doubt() {
+    let explanation = of_a_free_camera(|question| question.of_one_namespace = true);
+    assert!(
+        explanation
+            .because
+            .starts_with("1 of 2 nodes can serve it, unless claims of other namespaces"),
+        "{}",
+        explanation.because
+    );
+}
+
+#[test]
+fn a_kubelet_that_is_too_old_for_taints_is_named() {
+    let explanation = of_a_free_camera(|question| {
+        question.slices = vec![slice("node-a", json!([]))];
+        question.old_kubelets = vec!["node-a".to_owned()];
+    });
+    assert_eq!(
+        reasons(&explanation)[0],
+        "request device: no device matches DeviceClass cameras; kubelet is older than 1.36 there: unhealthy and shared devices are left out"
+    );
+    let finding = |kubelet: &str, api_server: u32, slices: &[Value]| {
+        let mut node = node("node-a");
+        node["status"] = json!({ "nodeInfo": {
+            "architecture": "", "bootID": "", "containerRuntimeVersion": "", "kernelVersion": "", "kubeProxyVersion": "",
+            "kubeletVersion": kubelet, "machineID": "", "operatingSystem": "", "osImage": "", "systemUUID": "",
+        } });
+        let slices: Vec<ResourceSlice> = slices.iter().cloned().map(read).collect();
+        let found = kubelets(DRIVER, &slices, &[read(node)], Some(api_server));
+        found.map(|finding| (finding.level, finding.message))
+    };
+    let served = [slice("node-a", json!([camera("a")]))];
+    let note = "kubelet is older than 1.36 on node-a: companions leave out unhealthy devices instead of tainting them, and companions \
+                leave out devices with shares there";
+    assert_eq!(
+        finding("v1.35.4", 37, &served),
+        Some((Level::Note, note.to_owned()))
+    );
+    assert_eq!(finding("v1.36.3", 37, &served), None);
+    assert_eq!(
+        finding("v1.33.1", 37, &served),
+        None,
+        "no devices at all: another finding"
+    );
+    assert_eq!(
+        finding("v1.35.4", 35, &served),
+        None,
+        "the findings of the gates say it"
+    );
+    assert_eq!(finding("v1.35.4", 37, &[]), None);
+}
+
+#[test]
+fn taint_rules_taint_the_devices_that_they_select() {
+    let state = |selector: Value| {
+        let mut slices: Vec<ResourceSlice> = vec![read(slice("node-a", json!([camera("a"), camera("b")])))];
+        let taint = json!({ "key": "example.com/repair", "effect": "NoSchedule" });
+        let rule = json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "DeviceTaintRule", "metadata": { "name": "repair" },
+            "spec": { "deviceSelector": selector, "taint": taint },
+        });
+        add_taints(&mut slices, &[read(rule)]);
+        let states: Vec<DeviceState> = devices(DRIVER, &slices, &[])
+            .devices
+            .iter()
+            .map(|row| row.state)
+            .collect();
+        states
+    };
+    let (free, tainted) = (DeviceState::Free, DeviceState::Tainted);
+    assert_eq!(state(json!({ "pool": "node-a", "device": "b" })), [free, tainted]);
+    assert_eq!(state(json!({ "driver": DRIVER })), [tainted, tainted]);
+    assert_eq!(state(json!({})), [tainted, tainted]);
+    assert_eq!(
+        state(json!({ "driver": "other.example", "device": "b" })),
+        [free, free]
+    );
+    assert_eq!(state(json!({ "pool": "node-b" })), [free, free]);
+    assert_eq!(state(Value::Null), [free, free]);
+}
+
 #[test]
 fn a_pod_that_has_ended_needs_no_claim() {
     let explain = |claims: Vec<Value>| {
@@ -461,6 +638,7 @@ fn a_pod_that_has_ended_needs_no_claim() {
             classes: vec![class("cameras")],
             claims,
             pod,
+            ..Question::default()
         };
         question.ask().remove(0)
     };
@@ -497,6 +675,7 @@ fn a_claim_of_a_template_is_found_by_the_status_of_the_pod() {
             classes: vec![class("cameras")],
             claims: vec![made.clone()],
             pod,
+            ..Question::default()
         };
         question.ask().remove(0).step
     };

@@ -10,7 +10,7 @@ use crate::cli::diagnose::doctor::DoctorFinding;
 use crate::cli::diagnose::overlap;
 use crate::cli::diagnose::qualified_name;
 use crate::cli::diagnose::rights::Component;
-use crate::cli::diagnose::structured::doctor::{classes, dropped_fields, slices};
+use crate::cli::diagnose::structured::doctor::{classes, dropped_fields, kubelets, slices};
 use crate::cli::error::Error;
 use crate::cli::tool::read::{self, ServedApi};
 use crate::cli::tool::{feature_gates, rights};
@@ -35,7 +35,7 @@ pub(super) async fn check(
     let mut unread = Vec::new();
     for found in [
         rights::check_pods(client, driver, users, ServedApi::Structured, false).await,
-        of_devices(client, driver).await,
+        of_devices(client, driver, read::minor(number)).await,
         of_drivers(client).await,
     ] {
         match found {
@@ -62,11 +62,16 @@ async fn of_drivers(client: &Client) -> Result<Vec<DoctorFinding>, Error> {
     Ok(overlap::unserved(&held, &served))
 }
 
-async fn of_devices(client: &Client, driver: &str) -> Result<Vec<DoctorFinding>, Error> {
+async fn of_devices(
+    client: &Client,
+    driver: &str,
+    api_server: Option<u32>,
+) -> Result<Vec<DoctorFinding>, Error> {
     let all_slices: Vec<ResourceSlice> = read::all(client).await?;
     let all_classes: Vec<DeviceClass> = read::all(client).await?;
     let nodes: Vec<Node> = read::all(client).await?;
     let mut findings = dropped_fields(driver, &all_slices);
+    findings.extend(kubelets(driver, &all_slices, &nodes, api_server));
     let of_classes = with_selectors(|selectors| {
         classes(
             driver,

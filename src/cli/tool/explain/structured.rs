@@ -7,6 +7,7 @@ use kube::api::ObjectMeta;
 
 use super::answer::{ExplainedClaims, about, unless_forbidden};
 use crate::cli::diagnose::explain::claim_of;
+use crate::cli::diagnose::structured::doctor::{self, GATES};
 use crate::cli::diagnose::structured::explain::{
     Nodes, StructuredExplainInput, evaluate_nodes, explain, find, is_waiting,
 };
@@ -51,23 +52,23 @@ pub(super) async fn explain_claims(
     }
     let mut classes = None;
     let mut nodes = None;
-    let mut gates_off = Vec::new();
+    let (mut gates_off, mut old_kubelets) = (Vec::new(), Vec::new());
     if own.iter().any(|claim| is_waiting(claim)) {
         classes = unless_forbidden(
             read::all::<DeviceClass>(client).await,
             "deviceclasses: the matching devices are unknown",
         )?;
         let slices = unless_forbidden(
-            read::all::<ResourceSlice>(client).await,
+            read::slices(client).await,
             "resourceslices: the matching devices are unknown",
         )?;
         if let (Some(classes), Some(slices)) = (&classes, &slices) {
-            if matches!(claims.scope, ClaimScope::Namespace(_)) {
-                eprintln!("note: devices that claims of other namespaces hold appear free here");
-            }
             let all_nodes = read_nodes(client, slices).await?;
             nodes = Some(evaluate(slices, classes, &claims.items, &all_nodes, &own)?);
             gates_off = feature_gates::gates_off(client).await?;
+            if gates_off.len() < GATES.len() {
+                old_kubelets = doctor::old_kubelets(&all_nodes);
+            }
         }
     }
     let waiting: Vec<_> = own.iter().filter(|claim| is_waiting(claim)).collect();
@@ -80,6 +81,8 @@ pub(super) async fn explain_claims(
         explanations.push(explain(&StructuredExplainInput {
             driver,
             gates_off: &gates_off,
+            old_kubelets: &old_kubelets,
+            of_one_namespace: matches!(claims.scope, ClaimScope::Namespace(_)),
             pod,
             entry: *entry,
             found: *found,
@@ -188,7 +191,7 @@ mod tests {
              class cameras, driver drayman.dev\n  \
              wants device: 1 of class cameras\n  \
              nodes:\n    \
-             node-b   no ResourceSlice lists devices of this node: no driver runs here\n    \
+             node-b   no ResourceSlice is for this node: no driver runs here\n    \
              node-a   request device: 0 of 1 matching devices free, 1 needed (1 held)\n  \
              matching devices:\n    \
              node-a/a   request device   held by shop/one\n  \
