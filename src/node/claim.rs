@@ -15,6 +15,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::api::claim::StructuredClaimStatus;
 use crate::api::resource::{
     LABEL_OF_ANY_NODE, NODE_LABEL, POD_CLAIM_NAME_ANNOTATION, ResourceClaim, ResourceClaimStatus,
     label_of_node, partial_resource,
@@ -51,9 +52,9 @@ impl ClaimObject for ResourceClaim {
 }
 
 impl ClaimObject for v1::ResourceClaim {
-    type Status = v1::ResourceClaimStatus;
+    type Status = StructuredClaimStatus;
 
-    fn from_parts(metadata: ObjectMeta, status: Self::Status) -> Self {
+    fn from_parts(metadata: ObjectMeta, StructuredClaimStatus(status): Self::Status) -> Self {
         Self {
             metadata,
             status: Some(status),

@@ -178,7 +178,7 @@ async fn read_table(
     let (table, scope) = match read::api(client).await? {
         ServedApi::Structured => {
             let slices = read::slices(client).await?;
-            let claims = read::served_claims(client, namespaces).await?;
+            let claims = read::structured_claims(client, namespaces).await?;
             let table = structured::devices::devices(driver, &slices, &claims.items);
             (table, claims.scope)
         }
@@ -322,6 +322,21 @@ mod tests {
         );
         let failing = server.failing(RULES, 500).client();
         assert!(read_table(&failing, DRIVER, &or_shop()).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn nested_parameters_of_a_claim_do_not_stop_the_command() {
+        let mut parameters = json!([]);
+        for _ in 0..200 {
+            parameters = json!([parameters]);
+        }
+        let mut claim = held("one", "node-a", &["a"]);
+        claim["status"]["allocation"]["devices"]["config"] = json!([{ "source": "FromClaim", "opaque": { "driver": "other.example", "parameters": parameters } }]);
+        let server = Server::structured()
+            .with(SLICES, &[slice("node-a", json!([camera("a")]))])
+            .with(CLAIMS, &[claim]);
+        let (table, _) = read_table(&server.client(), DRIVER, &or_shop()).await.unwrap();
+        assert_eq!(table.devices[0].state, DeviceState::Held);
     }
 
     #[tokio::test]

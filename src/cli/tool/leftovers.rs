@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::kubectl_flags::KubectlFlags;
-use super::read::{self, ServedApi};
+use super::read::{self, Namespaces, ServedApi};
 use crate::cli::diagnose::leftovers::{Dependent, Objects, allocated_from, dependents, held_by};
 use crate::cli::error::Error;
 use crate::cli::output::{OutputFlags, Printable, Style, row, table};
@@ -102,7 +102,8 @@ async fn of_all_drivers(client: &Client) -> Result<Vec<Dependent>, Error> {
 /// Reads only claims, so that the controller's permissions suffice. Returns none if no API of claims is served.
 async fn of_this_driver(client: &Client, driver: &str) -> Result<Vec<Dependent>, Error> {
     if read::api(client).await? == ServedApi::Structured {
-        return Ok(allocated_from(driver, &read::all(client).await?));
+        let claims = read::structured_claims(client, &Namespaces::All).await?;
+        return Ok(allocated_from(driver, &claims.items));
     }
     match read::all(client).await {
         Ok(claims) => Ok(held_by(driver, &claims)),

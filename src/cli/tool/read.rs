@@ -4,11 +4,12 @@ use std::fmt::Debug;
 
 use anyhow::Context as _;
 use k8s_openapi::NamespaceResourceScope;
-use k8s_openapi::api::resource::v1::ResourceSlice;
+use k8s_openapi::api::resource::v1::{self, ResourceSlice};
 use kube::api::ListParams;
 use kube::{Client, Resource};
 use serde::de::DeserializeOwned;
 
+use crate::api::claim::StructuredClaim;
 use crate::api::resource::{GROUP, ResourceClaim, ResourceClass};
 use crate::cli::diagnose::devices::DeviceTable;
 use crate::cli::diagnose::structured::add_taints;
@@ -162,8 +163,20 @@ pub(super) async fn claims(client: &Client, namespaces: &Namespaces) -> Result<C
     }
 }
 
+/// Lists claims of structured mode.
+pub(super) async fn structured_claims(
+    client: &Client,
+    namespaces: &Namespaces,
+) -> Result<ClaimList<v1::ResourceClaim>, Error> {
+    let ClaimList { items, scope } = served_claims(client, namespaces).await?;
+    Ok(ClaimList {
+        items: items.into_iter().map(|StructuredClaim(claim)| claim).collect(),
+        scope,
+    })
+}
+
 /// Lists claims of an API that is served.
-pub(super) async fn served_claims<K>(client: &Client, namespaces: &Namespaces) -> Result<ClaimList<K>, Error>
+async fn served_claims<K>(client: &Client, namespaces: &Namespaces) -> Result<ClaimList<K>, Error>
 where
     K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug,
 {

@@ -11,6 +11,7 @@ use kube::{Api, Client, Resource};
 use serde::de::DeserializeOwned;
 
 use super::read::{self, ClaimScope};
+use crate::api::claim::StructuredClaim;
 use crate::api::crd::NodeInventory;
 use crate::api::resource::ResourceClaim;
 use crate::cli::diagnose::devices::{DeviceTable, devices as of_inventories};
@@ -30,15 +31,12 @@ pub(super) async fn devices(
             let slices = Api::<v1::ResourceSlice>::all(client.clone());
             let can_list = read::can_list::<DeviceTaintRule>(client).await.is_ok();
             let rules = can_list.then(|| Api::<DeviceTaintRule>::all(client.clone()));
-            follow(
-                slices,
-                claims(client, scope),
-                rules,
-                |mut slices, claims, rules| {
-                    structured::add_taints(&mut slices, &rules);
-                    changed(scope.limit(structured::devices::devices(driver, &slices, &claims)))
-                },
-            )
+            let of_claims = claims::<StructuredClaim>(client, scope);
+            follow(slices, of_claims, rules, |mut slices, claims, rules| {
+                structured::add_taints(&mut slices, &rules);
+                let claims: Vec<_> = claims.into_iter().map(|StructuredClaim(claim)| claim).collect();
+                changed(scope.limit(structured::devices::devices(driver, &slices, &claims)))
+            })
             .await
         }
         read::ServedApi::Classic => {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::Node;
-use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceSlice};
 use kube::Client;
 
 use crate::cli::diagnose::doctor::DoctorFinding;
@@ -12,7 +12,7 @@ use crate::cli::diagnose::qualified_name;
 use crate::cli::diagnose::rights::Component;
 use crate::cli::diagnose::structured::doctor::{classes, dropped_fields, kubelets, slices};
 use crate::cli::error::Error;
-use crate::cli::tool::read::{self, ServedApi};
+use crate::cli::tool::read::{self, Namespaces, ServedApi};
 use crate::cli::tool::{feature_gates, rights};
 use crate::core::scheduler::allocated_devices::results;
 use crate::host::selectors::with_selectors;
@@ -50,7 +50,7 @@ pub(super) async fn check(
 /// Checks for claims with devices of drivers that no node serves.
 async fn of_drivers(client: &Client) -> Result<Vec<DoctorFinding>, Error> {
     let slices: Vec<ResourceSlice> = read::all(client).await?;
-    let claims: Vec<ResourceClaim> = read::all(client).await?;
+    let claims = read::structured_claims(client, &Namespaces::All).await?.items;
     let mut held: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
     for claim in &claims {
         for result in results(claim) {

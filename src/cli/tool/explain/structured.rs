@@ -27,8 +27,7 @@ pub(super) async fn explain_claims(
     pod: Option<&PartialPod>,
     name: &str,
 ) -> Result<Option<ExplainedClaims>, Error> {
-    let claims =
-        read::served_claims::<ResourceClaim>(client, &Namespaces::AllOr(namespace.to_owned())).await?;
+    let claims = read::structured_claims(client, &Namespaces::AllOr(namespace.to_owned())).await?;
     let found: Vec<_> = match (pod, claims.named(namespace, name)) {
         (Some(pod), _) => {
             let entries = pod
