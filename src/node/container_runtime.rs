@@ -181,9 +181,19 @@ impl CriClient {
             if state == RuntimeContainerState::Exited {
                 continue;
             }
+            let label = |name: &str| container.labels.get(name).cloned().unwrap_or_default();
+            let of_pod = PodContainer {
+                namespace: label(POD_NAMESPACE),
+                pod: label(POD_NAME),
+                container: label(CONTAINER_NAME),
+            };
             let (given, since) = match known.get(&container.id) {
                 Some(devices) => devices.clone(),
-                None => match status(channel.clone(), &container.id, &self.dev).await? {
+                None => match status(channel.clone(), &container.id, &self.dev)
+                    .await
+                    // The operator has to know which pod to delete.
+                    .map_err(|problem| format!("{of_pod}: {problem}"))?
+                {
                     // The container was removed after it was listed.
                     None => continue,
                     Some(devices) => {
@@ -193,13 +203,8 @@ impl CriClient {
                     }
                 },
             };
-            let label = |name: &str| container.labels.get(name).cloned().unwrap_or_default();
             all.push(RuntimeContainer {
-                container: PodContainer {
-                    namespace: label(POD_NAMESPACE),
-                    pod: label(POD_NAME),
-                    container: label(CONTAINER_NAME),
-                },
+                container: of_pod,
                 state,
                 // Measured by our own clock: the creation time from the runtime depends on the wall clock, which may be set.
                 age: since.elapsed(),
@@ -615,6 +620,8 @@ mod tests {
     struct Runtime {
         lists: Arc<AtomicUsize>,
         statuses: Arc<AtomicUsize>,
+        /// Whether another container runs, whose status exceeds the limit of a message.
+        has_huge: Arc<AtomicBool>,
     }
 
     #[tonic::async_trait]
@@ -645,12 +652,15 @@ mod tests {
                 .map(|(name, value)| (name.to_owned(), value.to_owned()))
                 .into(),
             };
-            let containers = vec![
+            let mut containers = vec![
                 container("runs", ContainerState::ContainerRunning),
                 container("ended", ContainerState::ContainerExited),
                 container("gone", ContainerState::ContainerRunning),
                 container("created", ContainerState::ContainerCreated),
             ];
+            if self.has_huge.load(Ordering::SeqCst) {
+                containers.push(container("huge", ContainerState::ContainerRunning));
+            }
             Ok(Response::new(ListContainersResponse { containers }))
         }
 
@@ -663,6 +673,7 @@ mod tests {
             let minor = match request.container_id.as_str() {
                 "runs" if request.verbose => 6,
                 "created" if request.verbose => 7,
+                "huge" => return Err(Status::resource_exhausted("message too large")),
                 _ => return Err(Status::not_found("no such container")),
             };
             let devices = format!(r#"[{{"type":"c","major":120,"minor":{minor}}}]"#);
@@ -678,6 +689,7 @@ mod tests {
         let socket = root.path().join("cri.sock");
         let runtime = Runtime::default();
         let (listed, asked) = (runtime.lists.clone(), runtime.statuses.clone());
+        let has_huge = runtime.has_huge.clone();
         let listener = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
         let server = Server::builder().add_service(RuntimeServiceServer::new(runtime));
         let server = tokio::spawn(server.serve_with_incoming(listener));
@@ -721,6 +733,11 @@ mod tests {
         assert!(problem.contains("kubelet's runtime"), "{problem}");
         std::fs::create_dir_all(root.path().join("pods/u-1")).unwrap();
         found().list_containers().await.unwrap();
+
+        has_huge.store(true, Ordering::SeqCst);
+        let problem = client.list_containers().await.unwrap_err();
+        let named = "container main of pod default/p: ResourceExhausted: message too large";
+        assert!(problem.ends_with(named), "{problem}");
         server.abort();
     }
 }
