@@ -190,10 +190,11 @@ impl<D: NodeDriver> NodeState<D> {
             .all()
             .filter(|resource| resource.config.cdi_devices);
         let kinds: BTreeSet<&str> = named.map(|resource| resource.config.kind.as_str()).collect();
+        self.named_devices.extend(written);
         // A container keeps the name when the configuration no longer has it.
         let is_named = |device: &Device| {
             (device.mode.serves_extended_resource() && kinds.contains(device.kind.as_str()))
-                || (written.contains(&device.name) && self.devices.contains_key(&device.name))
+                || (self.named_devices.contains(&device.name) && self.devices.contains_key(&device.name))
         };
         let devices: Vec<String> = self
             .inventory
@@ -201,6 +202,7 @@ impl<D: NodeDriver> NodeState<D> {
             .filter(|device| is_named(device))
             .map(|device| device.name.clone())
             .collect();
+        self.named_devices.extend(devices.iter().cloned());
         let (mut kept, mut complete) = (BTreeSet::new(), true);
         for device in devices {
             let written = match self.edits_of(&device).await {
@@ -224,6 +226,7 @@ impl<D: NodeDriver> NodeState<D> {
                 }
             }
         }
+        // A file that cannot be updated also goes: the node that it names may be another device's by now.
         let store = self.store.clone();
         match spawn_blocking(move || store.cdi.keep_devices(&kept)).await {
             Ok(Ok(())) => {}

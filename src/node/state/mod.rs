@@ -15,7 +15,7 @@ use std::time::Duration;
 use futures::StreamExt as _;
 use tokio::sync::{Notify, watch};
 use tokio::task::{spawn_blocking, yield_now};
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, error, info, warn};
 
 use crate::api::crd::{Device, DeviceNumber, Mode};
@@ -119,6 +119,9 @@ pub struct NodeState<D> {
     prepared_claims: Versioned<PreparedClaims>,
     /// The CDI files that could not be written.
     retries: Retries,
+    /// The devices that containers may have by name. Such a device has no CDI file while it is gone or its update fails, and must get it
+    /// back afterwards.
+    named_devices: BTreeSet<String>,
     orphans: Versioned<Orphans>,
     runtime: RuntimeCheck,
     /// The found devices that have been fully processed.
@@ -179,6 +182,7 @@ impl<D: NodeDriver> NodeState<D> {
             store: Arc::new(store),
             prepared_claims: Versioned::new(prepared_claims),
             retries: Retries::default(),
+            named_devices: BTreeSet::new(),
             orphans: Versioned::new(orphans),
             devices: Arc::default(),
             inventory: Arc::default(),
@@ -206,6 +210,8 @@ impl<D: NodeDriver> NodeState<D> {
         loop {
             let retry = self.retries.next().map(|due| self.started + due);
             let withdrawn_due = self.query.withdrawn_due;
+            // Absolute, so that frequent requests do not put off the query.
+            let again_due = self.query.ended + QUERY_INTERVAL;
             tokio::select! {
                 // Updates are processed before any request that depends on them. Both kinds are rare.
                 biased;
@@ -229,7 +235,7 @@ impl<D: NodeDriver> NodeState<D> {
                 },
                 () = sleep_until(retry.unwrap_or(self.started)), if retry.is_some() => self.retry().await,
                 () = sleep_until(withdrawn_due), if self.resources.has_withdrawn() && !self.query.is_running() => self.query_kubelet(),
-                () = sleep(QUERY_INTERVAL), if self.must_query_again() => self.query_kubelet(),
+                () = sleep_until(again_due), if self.must_query_again() => self.query_kubelet(),
             }
             self.rebuild_inventory();
             self.publish();

@@ -505,6 +505,8 @@ pub(super) struct KubeletQuery {
     waiting: Vec<WaitingRequest>,
     /// The time of the next query for withdrawn resources.
     pub(super) withdrawn_due: Instant,
+    /// When the last query ended.
+    pub(super) ended: Instant,
     /// Whether the failure of the last query has been logged.
     pub(super) has_warned: bool,
 }
@@ -516,6 +518,7 @@ impl KubeletQuery {
             running: None,
             waiting: Vec::new(),
             withdrawn_due: Instant::now(),
+            ended: Instant::now(),
             has_warned: false,
         }
     }
@@ -574,6 +577,7 @@ impl KubeletQuery {
             .unwrap_or_else(|error| Err(error.to_string()));
         let (again, next) = (query.again, std::mem::take(&mut query.next));
         self.running = None;
+        self.ended = Instant::now();
         FinishedQuery {
             view,
             waiting: std::mem::replace(&mut self.waiting, next),

@@ -94,3 +94,21 @@ async fn kubelet_is_queried_once_for_all_withdrawn_names() {
     assert_eq!(kubelet.queries.load(Ordering::SeqCst), queries + 1);
     run.end().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn frequent_requests_do_not_put_off_the_next_query() {
+    let (_root, run, kubelet) = live_with_cameras().await;
+    *kubelet.shown.lock().unwrap() = Some(super::granted("x"));
+    let refused = run.prepare(A, &["x"]).await.unwrap_err();
+    assert_eq!(refused.reason(), "DeviceHeld", "{refused}");
+    let mut inventory = run.inventory.clone();
+    let conflicting = inventory.wait_for(|all| all["x"].unhealthy.is_some());
+    soon(conflicting).await.unwrap();
+    *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
+    for _ in 0..4 {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        run.handle.holdings().await.unwrap();
+    }
+    assert!(run.inventory.borrow()["x"].unhealthy.is_none());
+    run.end().await;
+}
