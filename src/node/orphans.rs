@@ -1,6 +1,7 @@
 //! Finds prepared claims that kubelet has forgotten: the runtime of [`crate::core::prepare::orphans`].
 //!
-//! Idle while no claim is prepared. The API server is queried only for claims that are missing from kubelet's list.
+//! Idle while no claim is prepared. The API server is queried only for claims that are missing from kubelet's list, and rarely for the
+//! others if the list cannot be read.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -12,6 +12,10 @@
 //! CDI file is removed first, so that no later container starts with them. If the runtime shows a container with the devices of a claim,
 //! the claim is never freed, even if kubelet's list and the API server lack it. While kubelet's runtime does not answer, a missing claim is
 //! quarantined.
+//!
+//! If kubelet's list cannot be read, which is the chart's default, only the API server shows that a claim is over. It is asked less and less
+//! often as long as nothing changes. Once it has lacked the claim for the grace period, the claim is quarantined; kubelet needs some of that
+//! time to end the containers and call Unprepare.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -25,6 +29,9 @@ use crate::core::names::ClaimUid;
 pub const GRACE: Duration = Duration::from_secs(120);
 /// Interval between checks of kubelet's list while claims hold devices, in grace periods: five minutes by default.
 const EVERY: f64 = 2.5;
+/// Longest pause between questions about a claim while kubelet's list cannot be read. Nobody waits for the answer: once another claim needs
+/// the device, there is no pause.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60 * 60);
 
 /// The claims under examination.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,15 +49,62 @@ struct Suspect {
     since: Duration,
     /// Since when kubelet's list has lacked the claim; `None` while it is listed or the list cannot be read. Not before `since`.
     missing: Option<Duration>,
+    /// Since when the API server has lacked the claim; `None` while it has the claim or has not answered yet.
+    gone: Option<Duration>,
+    /// The last pause between questions.
+    pause: Duration,
+    /// When that pause ends.
+    ask_again: Duration,
     quarantine: Option<String>,
 }
 
 impl Suspect {
+    fn new(grace: Duration, now: Duration) -> Self {
+        Self {
+            since: now,
+            missing: None,
+            gone: None,
+            pause: grace,
+            ask_again: Duration::ZERO,
+            quarantine: None,
+        }
+    }
+
     /// Whether kubelet's list has lacked the claim for the grace period.
     fn is_missing(&self, grace: Duration, now: Duration) -> bool {
-        self.missing
-            .is_some_and(|since| now.saturating_sub(since) >= grace)
+        has_lasted(self.missing, grace, now)
     }
+
+    /// Whether the API server has lacked the claim for the grace period.
+    fn is_gone(&self, grace: Duration, now: Duration) -> bool {
+        has_lasted(self.gone, grace, now)
+    }
+
+    /// Whether the last answer needs no other one yet. The end of a quarantine must not wait.
+    fn rests(&self, now: Duration) -> bool {
+        self.quarantine.is_none() && now < self.ask_again
+    }
+
+    /// Records an answer of the API server. Each doubles the pause before the next question, except while the grace period of a claim that
+    /// is gone runs.
+    fn record(&mut self, answer: &ApiView, grace: Duration, now: Duration) {
+        self.gone = match answer {
+            ApiView::Gone => self.gone.or(Some(now)),
+            ApiView::Present { .. } => None,
+            // The next check asks again.
+            ApiView::Unknown(_) => return,
+        };
+        self.ask_again = now;
+        if self.gone.is_none() || self.is_gone(grace, now) {
+            self.pause = self.pause.saturating_mul(2).min(LONGEST_PAUSE);
+            self.ask_again += self.pause;
+        }
+    }
+}
+
+/// Whether something began at least a grace period ago.
+fn has_lasted(since: Option<Duration>, grace: Duration, now: Duration) -> bool {
+    since.is_some_and(|since| now.saturating_sub(since) >= grace)
 }
 
 /// The API server's view of a claim.
@@ -168,17 +222,19 @@ impl Orphans {
             if !is_suspect(uid, entry) {
                 continue;
             }
-            let suspect = self.suspects.entry(uid.clone()).or_insert_with(|| Suspect {
-                since: now,
-                missing: None,
-                quarantine: None,
-            });
+            let suspect = self
+                .suspects
+                .entry(uid.clone())
+                .or_insert_with(|| Suspect::new(self.grace, now));
             suspect.missing = match kubelet.lists(uid) {
                 Some(false) => suspect.missing.or(Some(now)),
                 _ => None,
             };
-            let at_once = entry.has_unknown_devices() || (self.has_runtime && conflicting.contains(uid));
-            if now.saturating_sub(suspect.since) < self.grace && !at_once {
+            let (unknown, needed) = (entry.has_unknown_devices(), conflicting.contains(uid));
+            let at_once = unknown || (self.has_runtime && needed);
+            let is_early = now.saturating_sub(suspect.since) < self.grace && !at_once;
+            let rests = kubelet.lists(uid).is_none() && !unknown && !needed && suspect.rests(now);
+            if is_early || rests {
                 continue;
             }
             let listed = kubelet.claim(uid);
@@ -239,6 +295,7 @@ impl Orphans {
             let (Some(suspect), Some(entry)) = (self.suspects.get_mut(uid), entry) else {
                 continue;
             };
+            suspect.record(answer, self.grace, now);
             let due = now.saturating_sub(suspect.since) >= self.grace;
             match (kubelet, answer) {
                 (
@@ -266,6 +323,9 @@ impl Orphans {
                         }
                     }
                 }
+                // Kubelet may be about to unprepare it, and its list does not show that. A reason from before stays.
+                (KubeletView::Unknown(_), ApiView::Gone)
+                    if !entry.has_unknown_devices() && !suspect.is_gone(self.grace, now) => {}
                 _ => {
                     let no_news = matches!(answer, ApiView::Unknown(_));
                     let before = suspect.quarantine.take().filter(|_| no_news);
@@ -296,7 +356,8 @@ impl Orphans {
     /// Time until the next check: when the next suspect's grace period ends, at most the regular interval.
     pub fn next_check(&self, now: Duration) -> Duration {
         let every = self.grace.mul_f64(EVERY);
-        let since = |suspect: &Suspect| [Some(suspect.since), suspect.missing];
+        // A claim that kubelet's list lacks is decided by the list.
+        let since = |suspect: &Suspect| [Some(suspect.since), suspect.missing.or(suspect.gone)];
         let due = |since: Duration| (since + self.grace).saturating_sub(now);
         let moments = self.suspects.values().flat_map(since).flatten().map(due);
         let soonest = moments.filter(|due| !due.is_zero()).min();

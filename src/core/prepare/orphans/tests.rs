@@ -110,13 +110,141 @@ fn no_other_combination_frees_anything() {
 
 #[test]
 fn a_claim_forgotten_by_one_side_is_quarantined_with_a_reason() {
-    for (kubelet, answer, reason) in [
-        (lists(&[]), PRESENT, "API server still has it"),
-        (unreadable(), GONE, "no such file"),
-    ] {
-        let (decisions, quarantine) = after_the_grace(&prepared_claims(&["x"]), &kubelet, &answer);
+    let (decisions, quarantine) = after_the_grace(&prepared_claims(&["x"]), &lists(&[]), &PRESENT);
+    assert_eq!(decisions, []);
+    let why = &quarantine[&uid()];
+    assert!(why.contains("API server still has it"), "{why}");
+    assert_eq!(
+        gone_late(false),
+        "the API server no longer has it, but kubelet's own list cannot be read: no such file"
+    );
+}
+
+#[test]
+fn a_conflict_does_not_shorten_the_wait_for_unprepare() {
+    assert_eq!(gone_late(true), gone_late(false));
+}
+
+/// Deletes a claim long after Prepare while kubelet's list cannot be read, and returns the reason of its quarantine. Checks that it waits
+/// for another grace period, each time that the claim is gone.
+fn gone_late(conflicting: bool) -> String {
+    let prepared_claims = prepared_claims(&["x"]);
+    let mut orphans = Orphans::new(GRACE, false);
+    orphans.find(&prepared_claims, &unreadable(), Duration::ZERO);
+    if conflicting {
+        orphans.mark_conflicting(&uid());
+    }
+    let mut check = |answer: ApiView, now: Duration| {
+        let questions = orphans.find(&prepared_claims, &unreadable(), now);
+        assert_eq!(questions.len(), 1, "{now:?}");
+        let answers = BTreeMap::from([(uid(), answer)]);
+        let decisions = orphans.decide(&prepared_claims, &unreadable(), &answers, &NO_VIEW, now);
         assert_eq!(decisions, []);
-        assert!(quarantine[&uid()].contains(reason), "{quarantine:?}");
+        (orphans.quarantine().remove(&uid()), orphans.next_check(now))
+    };
+    let (every, almost) = (GRACE * 5 / 2, GRACE.checked_sub(MOMENT).unwrap());
+    assert_eq!(check(PRESENT, GRACE), (None, every));
+    for late in [GRACE * 100, GRACE * 200] {
+        assert_eq!(
+            check(GONE, late),
+            (None, GRACE),
+            "kubelet may be about to unprepare it"
+        );
+        // The period goes on without an answer.
+        assert_eq!(
+            check(ApiView::Unknown("away".into()), late + MOMENT),
+            (None, almost)
+        );
+        assert_eq!(check(GONE, late + almost), (None, MOMENT));
+        let (why, next) = check(GONE, late + GRACE);
+        assert!(why.is_some());
+        assert_eq!(next, every);
+        assert_eq!(
+            check(PRESENT, late + GRACE * 2),
+            (None, every),
+            "it is in order again"
+        );
+    }
+    check(GONE, GRACE * 300);
+    check(GONE, GRACE * 301).0.unwrap()
+}
+
+/// Checks a claim for a day while kubelet's list cannot be read. Returns the seconds at which the API server is asked, and the next check.
+fn a_day_without_a_list(
+    orphans: &mut Orphans,
+    prepared_claims: &PreparedClaims,
+    answer: &ApiView,
+) -> (Vec<u64>, Duration) {
+    let (mut now, mut asked) = (Duration::ZERO, Vec::new());
+    while now < Duration::from_secs(24 * 60 * 60) {
+        let mut answers = BTreeMap::new();
+        for question in orphans.find(prepared_claims, &unreadable(), now) {
+            asked.push(now.as_secs());
+            answers.insert(question.uid, answer.clone());
+        }
+        let decisions = orphans.decide(prepared_claims, &unreadable(), &answers, &NO_VIEW, now);
+        assert_eq!((decisions, orphans.quarantine()), (vec![], BTreeMap::new()));
+        now += orphans.next_check(now);
+    }
+    (asked, now)
+}
+
+#[test]
+fn without_a_list_the_api_server_is_rarely_asked() {
+    let prepared_claims = prepared_claims(&["x"]);
+    let mut orphans = Orphans::new(GRACE, false);
+    let (asked, now) = a_day_without_a_list(&mut orphans, &prepared_claims, &PRESENT);
+    assert_eq!(asked[..6], [120, 420, 1020, 2220, 4320, 7920]);
+    assert_eq!(asked.len(), 27, "then once an hour");
+    // A claim of an earlier boot is recorded for as long as kubelet does not unprepare it.
+    let earlier = PreparedClaims::new("another boot", prepared_claims.entries().clone());
+    let (asked, _) = a_day_without_a_list(&mut Orphans::new(GRACE, false), &earlier, &GONE);
+    assert_eq!(asked[..6], [120, 240, 540, 1140, 2340, 4440]);
+    assert_eq!(asked.len(), 28);
+    assert_eq!(orphans.find(&prepared_claims, &unreadable(), now), []);
+    let missing = orphans.find(&prepared_claims, &lists(&[]), now);
+    assert_eq!(missing.len(), 1, "the list can be read and lacks it");
+    orphans.mark_conflicting(&uid());
+    let needed = orphans.find(&prepared_claims, &unreadable(), now);
+    assert_eq!(needed.len(), 1, "another claim needs its device");
+}
+
+#[test]
+fn a_question_without_an_answer_is_repeated() {
+    let mut orphans = Orphans::new(GRACE, false);
+    let prepared_claims = prepared_claims(&["x"]);
+    orphans.find(&prepared_claims, &unreadable(), Duration::ZERO);
+    let mut check = |answer: ApiView, now: Duration| {
+        let questions = orphans.find(&prepared_claims, &unreadable(), now);
+        let answers = questions
+            .into_iter()
+            .map(|question| (question.uid, answer.clone()));
+        let answers: BTreeMap<ClaimUid, ApiView> = answers.collect();
+        orphans.decide(&prepared_claims, &unreadable(), &answers, &NO_VIEW, now);
+        answers.len()
+    };
+    let no_answer = || ApiView::Unknown("away".into());
+    assert_eq!(check(no_answer(), GRACE), 1);
+    assert_eq!(check(PRESENT, GRACE), 1);
+    let pause = GRACE * 2;
+    assert_eq!(check(PRESENT, GRACE + pause.checked_sub(MOMENT).unwrap()), 0);
+    assert_eq!(check(no_answer(), GRACE + pause), 1);
+    assert_eq!(check(PRESENT, GRACE + pause), 1);
+}
+
+#[test]
+fn a_claim_of_unknown_devices_waits_for_nothing() {
+    let prepared_claims = prepared_claims(&[]);
+    for answer in [PRESENT, GONE] {
+        let mut orphans = Orphans::new(GRACE, false);
+        for check in 0..10 {
+            let now = MOMENT * check;
+            let questions = orphans.find(&prepared_claims, &unreadable(), now);
+            assert_eq!(questions.len(), 1, "{answer:?}");
+            let answers = BTreeMap::from([(uid(), answer.clone())]);
+            orphans.decide(&prepared_claims, &unreadable(), &answers, &NO_VIEW, now);
+            assert!(orphans.quarantine()[&uid()].contains("lost with the checkpoint"));
+        }
     }
 }
 
@@ -284,9 +412,10 @@ fn a_newly_unlisted_claim_waits_for_the_grace_period() {
     let prepared_claims = prepared_claims(&["x"]);
     let gone = BTreeMap::from([(uid(), GONE)]);
     let not_listed = |mut orphans: Orphans, before: &KubeletView| {
-        orphans.find(&prepared_claims, before, Duration::ZERO);
-        orphans.find(&prepared_claims, before, GRACE);
-        orphans.decide(&prepared_claims, before, &gone, &NO_VIEW, GRACE);
+        for now in [Duration::ZERO, GRACE] {
+            orphans.find(&prepared_claims, before, now);
+            orphans.decide(&prepared_claims, before, &gone, &NO_VIEW, now);
+        }
         let withheld = orphans.quarantine();
         assert_eq!(withheld.len(), 1, "{before:?}");
         // Kubelet restarts without the claim while its containers may still be ending.
