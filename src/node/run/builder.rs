@@ -301,6 +301,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         };
         let options = self.options;
         let prepared_by = ClaimsApi::of_prepared(&opened.prepared_claims);
+        claims.recovered(prepared_by);
         let node_in_doubt = Arc::new(Notify::new());
         let resources = self
             .changing

@@ -41,6 +41,8 @@ pub(super) struct ClaimsEndpoint {
 /// The task of a [`ClaimsEndpoint`].
 pub(super) struct ServedClaims {
     state: watch::Receiver<KubeletApiState>,
+    /// The API by which claims were prepared before the start.
+    prepared_by: watch::Sender<Option<ClaimsApi>>,
     /// Cancelled when the endpoint may serve.
     begin: CancellationToken,
     /// Cancelled when all endpoints end.
@@ -53,17 +55,19 @@ impl ClaimsEndpoint {
     /// Spawns the endpoint, which does not serve before [`ServedClaims::begin`].
     pub(super) fn spawn(self) -> ServedClaims {
         let (state, seen) = watch::channel(KubeletApiState::Starting);
+        let (prepared_by, recovered) = watch::channel(None);
         let (begin, end) = (CancellationToken::new(), CancellationToken::new());
         let mut tasks = JoinSet::new();
         let (may_serve, shutdown) = (begin.clone(), end.clone());
         tasks.spawn(async move {
             tokio::select! {
                 () = shutdown.cancelled() => {}
-                () = may_serve.cancelled() => self.serve(state, shutdown.clone()).await,
+                () = may_serve.cancelled() => self.serve(state, recovered, shutdown.clone()).await,
             }
         });
         ServedClaims {
             state: seen,
+            prepared_by,
             begin,
             end,
             tasks,
@@ -75,6 +79,11 @@ impl ServedClaims {
     /// Serves from now on.
     pub(super) fn begin(&self) {
         self.begin.cancel();
+    }
+
+    /// Tells the endpoint by which API claims were prepared before the start. Call it before their number is published.
+    pub(super) fn recovered(&self, prepared_by: Option<ClaimsApi>) {
+        self.prepared_by.send_replace(prepared_by);
     }
 
     /// Waits until kubelet has registered the endpoint.
@@ -123,6 +132,7 @@ impl KubeletApis {
             begin,
             end,
             tasks: apis,
+            ..
         } = claims;
         begin.cancel();
         let (states, resources) = watch::channel(BTreeMap::new());
@@ -185,24 +195,23 @@ impl KubeletApis {
 
 impl ClaimsEndpoint {
     /// Serves the DRA API of the cluster's mode, and changes it with the mode; an unreachable API server does not end it.
-    async fn serve(mut self, state: watch::Sender<KubeletApiState>, shutdown: CancellationToken) {
-        let structured = self.structured;
-        let api_of = |facts: &ClusterFacts| match facts.claims {
-            Some(ClaimsApi::Classic) => Some(DraApi::Classic),
-            Some(ClaimsApi::Structured) => Some(structured.clone()),
-            Some(ClaimsApi::None) | None => None,
-        };
+    async fn serve(
+        mut self,
+        state: watch::Sender<KubeletApiState>,
+        recovered: watch::Receiver<Option<ClaimsApi>>,
+        shutdown: CancellationToken,
+    ) {
         let cluster = &mut self.cluster;
+        let mut prepared = self.node.prepared();
         loop {
             let served = tokio::select! {
                 () = shutdown.cancelled() => return,
-                served = cluster.wait_for(|facts| api_of(facts).is_some()) => match served {
-                    Ok(facts) => facts.clone(),
-                    Err(_) => return,
-                },
+                served = next_api(cluster, &mut prepared, &recovered) => served,
             };
-            let Some(dra_api) = api_of(&served) else {
-                continue;
+            let dra_api = match served {
+                Some(ClaimsApi::Classic) => DraApi::Classic,
+                Some(ClaimsApi::Structured) => self.structured.clone(),
+                Some(ClaimsApi::None) | None => return,
             };
             let open = shutdown.child_token();
             let report = |now| drop(state.send_replace(now));
@@ -217,10 +226,9 @@ impl ClaimsEndpoint {
                 )
             });
             tokio::pin!(api);
-            let mut prepared = self.node.prepared();
             let changed = async {
                 loop {
-                    match cluster.wait_for(|facts| facts.claims != served.claims).await {
+                    match cluster.wait_for(|facts| facts.claims != served).await {
                         Ok(facts) if facts.serves(ClaimsApi::None) => {}
                         Ok(_) => return true,
                         Err(_) => return false,
@@ -240,6 +248,31 @@ impl ClaimsEndpoint {
                 open.cancel();
             }
             api.await;
+        }
+    }
+}
+
+/// Waits for an API to serve. In a cluster without one, it is the API by which claims were prepared before the start, while claims are
+/// prepared: kubelet must be able to unprepare them. `None` if the companion ends.
+async fn next_api(
+    cluster: &mut watch::Receiver<ClusterFacts>,
+    prepared: &mut watch::Receiver<usize>,
+    recovered: &watch::Receiver<Option<ClaimsApi>>,
+) -> Option<ClaimsApi> {
+    loop {
+        let claims = cluster.borrow_and_update().claims;
+        // Zero until the state task has started.
+        let count = *prepared.borrow_and_update();
+        let api = match claims {
+            Some(ClaimsApi::None) if count > 0 => *recovered.borrow(),
+            claims => claims.filter(|api| *api != ClaimsApi::None),
+        };
+        if api.is_some() {
+            return api;
+        }
+        tokio::select! {
+            changed = cluster.changed() => if changed.is_err() { return None },
+            Ok(()) = prepared.changed() => {}
         }
     }
 }
@@ -309,7 +342,13 @@ fn evaluate(
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+    use std::time::Duration;
+
+    use tokio::time::timeout;
+
     use super::*;
+    use crate::node::service::Backend;
 
     fn evaluated(claims: Option<KubeletApiState>, resource: Option<KubeletApiState>) -> RegistrationStatus {
         let claims = claims.map(|state| (CLAIMS.to_owned(), state));
@@ -376,19 +415,21 @@ mod tests {
         );
     }
 
-    #[tokio::test]
-    async fn claims_are_served_until_none_is_prepared() {
-        let root = tempfile::tempdir().unwrap();
+    fn facts(api: ClaimsApi) -> ClusterFacts {
+        ClusterFacts {
+            claims: Some(api),
+            ..ClusterFacts::default()
+        }
+    }
+
+    /// The endpoint in a cluster with this API, which may serve.
+    fn begun(root: &Path, api: ClaimsApi) -> (ServedClaims, Backend, watch::Sender<ClusterFacts>) {
         let paths = KubeletPaths {
-            root_dir: root.path().to_owned(),
+            root_dir: root.to_owned(),
             ..KubeletPaths::default()
         };
         let (node, backend) = NodeService::new(None, Arc::default());
-        let facts = |api| ClusterFacts {
-            claims: Some(api),
-            ..ClusterFacts::default()
-        };
-        let cluster = watch::Sender::new(facts(ClaimsApi::Classic));
+        let cluster = watch::Sender::new(facts(api));
         let endpoint = ClaimsEndpoint {
             node,
             paths,
@@ -396,22 +437,66 @@ mod tests {
             driver_name: DriverName::parse("drayman.dev").unwrap(),
             cluster: cluster.subscribe(),
         };
-        let mut served = endpoint.spawn();
+        let served = endpoint.spawn();
         served.begin();
+        (served, backend, cluster)
+    }
+
+    async fn until(seen: &mut watch::Receiver<KubeletApiState>, state: KubeletApiState) {
+        seen.wait_for(|now| *now == state).await.unwrap();
+    }
+
+    /// Whether the endpoint does not come to this state soon.
+    async fn stays_out_of(seen: &mut watch::Receiver<KubeletApiState>, state: KubeletApiState) -> bool {
+        let soon = Duration::from_millis(300);
+        timeout(soon, until(seen, state)).await.is_err()
+    }
+
+    #[tokio::test]
+    async fn claims_are_served_until_none_is_prepared() {
+        let root = tempfile::tempdir().unwrap();
+        let (mut served, backend, cluster) = begun(root.path(), ClaimsApi::Classic);
         let mut seen = served.state.clone();
-        seen.wait_for(|state| *state == KubeletApiState::Waiting)
-            .await
-            .unwrap();
+        until(&mut seen, KubeletApiState::Waiting).await;
 
         backend.prepared.send_replace(1);
         cluster.send_replace(facts(ClaimsApi::None));
-        let closed = seen.wait_for(|state| *state == KubeletApiState::Closed);
-        let soon = std::time::Duration::from_millis(300);
-        assert!(tokio::time::timeout(soon, closed).await.is_err());
+        assert!(stays_out_of(&mut seen, KubeletApiState::Closed).await);
         backend.prepared.send_replace(0);
-        seen.wait_for(|state| *state == KubeletApiState::Closed)
-            .await
-            .unwrap();
+        until(&mut seen, KubeletApiState::Closed).await;
+        served.close().await;
+    }
+
+    #[tokio::test]
+    async fn recovered_claims_are_served_until_none_is_prepared() {
+        let root = tempfile::tempdir().unwrap();
+        let (mut served, backend, _cluster) = begun(root.path(), ClaimsApi::None);
+        let mut seen = served.state.clone();
+        served.recovered(Some(ClaimsApi::Classic));
+        assert!(stays_out_of(&mut seen, KubeletApiState::Waiting).await);
+
+        backend.prepared.send_replace(1);
+        until(&mut seen, KubeletApiState::Waiting).await;
+        backend.prepared.send_replace(0);
+        until(&mut seen, KubeletApiState::Closed).await;
+        served.close().await;
+    }
+
+    #[tokio::test]
+    async fn recovered_claims_stay_served_when_their_api_returns() {
+        let root = tempfile::tempdir().unwrap();
+        let (mut served, backend, cluster) = begun(root.path(), ClaimsApi::None);
+        let mut seen = served.state.clone();
+        served.recovered(Some(ClaimsApi::Classic));
+        backend.prepared.send_replace(1);
+        until(&mut seen, KubeletApiState::Waiting).await;
+
+        cluster.send_replace(facts(ClaimsApi::Classic));
+        assert!(stays_out_of(&mut seen, KubeletApiState::Closed).await);
+        backend.prepared.send_replace(0);
+        assert!(stays_out_of(&mut seen, KubeletApiState::Closed).await);
+        cluster.send_replace(facts(ClaimsApi::None));
+        until(&mut seen, KubeletApiState::Closed).await;
         served.close().await;
     }
 }

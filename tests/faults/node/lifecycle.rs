@@ -2,6 +2,8 @@ use std::time::{Duration, Instant};
 
 use drayman::api::proto::device_plugin_v1beta1::Empty;
 use drayman::api::proto::device_plugin_v1beta1::{AllocateRequest, ContainerAllocateRequest};
+use drayman::core::prepare::checkpoint::Checkpoint;
+use drayman::core::prepare::claims_api::ClaimsApi;
 
 use super::fixture::Node;
 use super::reload::events;
@@ -157,6 +159,59 @@ async fn prepared_claims_outlive_the_process() {
     assert_eq!(node.cdi_files(), [file(B)]);
     kubelet.prepare(A, &["test-0"]).await.unwrap();
     process.stop().await.unwrap();
+}
+
+/// Prepares claim A with a companion that ends.
+async fn leave_prepared(node: &Node, structured: bool) {
+    node.api.set(|state| state.structured = structured);
+    let process = node.start();
+    if structured {
+        node.allocate("a", A, &["test-0"]);
+        node.structured_kubelet().await.prepare("a", A).await.unwrap();
+    } else {
+        node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
+    }
+    process.stop().await.unwrap();
+}
+
+/// Replaces the stored answer of the API server.
+fn store_claims_api(node: &Node, claims: Option<ClaimsApi>) {
+    let mut checkpoint = Checkpoint::decode(node.checkpoint().as_bytes()).unwrap();
+    assert_eq!(checkpoint.entries.len(), 1);
+    checkpoint.cluster.claims = claims;
+    let path = node.path("kubelet/plugins/drayman.dev/checkpoint.json");
+    std::fs::write(path, checkpoint.encode().unwrap()).unwrap();
+}
+
+/// Restarts the companion in a cluster without claims, and calls Unprepare for claim A.
+async fn unprepare_without_api(node: &Node, structured: bool) {
+    node.api.set(|state| state.claims = false);
+    let process = node.start();
+    if structured {
+        let mut kubelet = node.structured_kubelet().await;
+        kubelet.unprepare("a", A).await.unwrap();
+    } else {
+        node.kubelet().await.unprepare(A).await.unwrap();
+    }
+    let start = Instant::now();
+    while node.dra_socket().exists() {
+        assert!(start.elapsed() < Duration::from_secs(20), "the socket stays");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    process.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn claims_outlive_their_api_and_a_restart_after_it() {
+    for structured in [false, true] {
+        // The API server answers before the restart, or after it.
+        for stored in [Some(ClaimsApi::None), None] {
+            let Some(node) = Node::new() else { return };
+            leave_prepared(&node, structured).await;
+            store_claims_api(&node, stored);
+            unprepare_without_api(&node, structured).await;
+        }
+    }
 }
 
 #[tokio::test]
