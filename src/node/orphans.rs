@@ -62,12 +62,12 @@ impl OrphanCheck {
             if held.wait_for(|count| *count > 0).await.is_err() {
                 return;
             }
-            let Some(suspects) = self.node.find_orphans(begin.elapsed()).await else {
+            let Some(questions) = self.node.find_orphans(begin.elapsed()).await else {
                 return;
             };
-            let mut next = suspects.next;
+            let mut next = Duration::MAX;
             let mut answers = BTreeMap::new();
-            for question in suspects.questions {
+            for question in questions {
                 let answer = self.ask(&question).await;
                 if let ApiView::Unknown(why) = &answer {
                     next = next.min(RETRY);
@@ -79,7 +79,7 @@ impl OrphanCheck {
             let Some(report) = self.node.decide_orphans(begin.elapsed(), answers).await else {
                 return;
             };
-            next = report.again.map_or(next, |again| next.min(again));
+            next = next.min(report.next).min(report.again.unwrap_or(Duration::MAX));
             if !self.report(report.quarantine, &mut reported).await {
                 next = next.min(RETRY);
             }
@@ -236,12 +236,12 @@ mod tests {
     use tokio::time::timeout;
 
     use super::*;
-    use crate::node::service::{NodeRequest, OrphanReport, Quarantined, Suspects};
+    use crate::node::service::{Backend, NodeRequest, OrphanReport, Quarantined};
 
-    #[tokio::test(start_paused = true)]
-    async fn a_released_claim_is_no_longer_in_quarantine() {
-        let (node, mut backend) = NodeService::new(None, Arc::default());
-        let (quarantine, mut published) = watch::channel(Quarantine::new());
+    /// The check on a node with a prepared claim, while the API server is busy.
+    fn check() -> (OrphanCheck, Backend, watch::Receiver<Quarantine>) {
+        let (node, backend) = NodeService::new(None, Arc::default());
+        let (quarantine, published) = watch::channel(Quarantine::new());
         let server = tower::service_fn(|_: http::Request<Body>| async {
             let busy = http::Response::builder().status(503).body(Body::empty());
             Ok::<_, Infallible>(busy.unwrap())
@@ -252,19 +252,44 @@ mod tests {
             cluster: watch::channel(ClusterFacts::default()).1,
             quarantine,
         };
-        let check = tokio::spawn(check.run(CancellationToken::new()));
         backend.prepared.send_replace(1);
+        (check, backend, published)
+    }
+
+    /// Answers the requests of a check.
+    async fn answer(backend: &mut Backend, report: OrphanReport) {
         let Some(NodeRequest::FindOrphans(_, answer)) = backend.requests.recv().await else {
             panic!("a check");
         };
-        let suspects = Suspects {
-            next: Duration::from_secs(300),
-            ..Suspects::default()
-        };
-        answer.send(suspects).unwrap();
+        answer.send(Vec::new()).unwrap();
         let Some(NodeRequest::DecideOrphans(_, _, _, answer)) = backend.requests.recv().await else {
             panic!("the end of the check");
         };
+        answer.send(report).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_decision_says_when_the_next_check_is() {
+        let (check, mut backend, _published) = check();
+        let check = tokio::spawn(check.run(CancellationToken::new()));
+        let report = |next, again| OrphanReport {
+            next: Duration::from_secs(next),
+            again,
+            ..OrphanReport::default()
+        };
+        answer(&mut backend, report(120, None)).await;
+        let begin = Instant::now();
+        answer(&mut backend, report(120, Some(Duration::from_secs(2)))).await;
+        assert_eq!(begin.elapsed().as_secs(), 120);
+        answer(&mut backend, report(300, None)).await;
+        assert_eq!(begin.elapsed().as_secs(), 122);
+        check.abort();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_released_claim_is_no_longer_in_quarantine() {
+        let (check, mut backend, mut published) = check();
+        let check = tokio::spawn(check.run(CancellationToken::new()));
         let quarantined = Quarantined {
             claim: "claim default/camera".into(),
             why: "kubelet no longer lists it".into(),
@@ -272,9 +297,10 @@ mod tests {
         let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a").unwrap();
         let report = OrphanReport {
             quarantine: [(uid, quarantined)].into(),
+            next: Duration::from_secs(300),
             again: None,
         };
-        answer.send(report).unwrap();
+        answer(&mut backend, report).await;
         published.wait_for(|all| !all.is_empty()).await.unwrap();
         backend.prepared.send_replace(0);
         backend.check_due.notify_one();

@@ -129,21 +129,14 @@ pub struct Quarantined {
 /// The claims in quarantine.
 pub type Quarantine = BTreeMap<ClaimUid, Quarantined>;
 
-/// The claims that kubelet's list lacks.
-#[derive(Debug, Default)]
-pub struct Suspects {
-    /// The claims to look up at the API server.
-    pub questions: Vec<Question>,
-    /// Time until the next check.
-    pub next: Duration,
-}
-
 /// The result of a check for orphaned claims.
 #[derive(Debug, Default)]
 pub struct OrphanReport {
     /// The claims in quarantine.
     pub quarantine: Quarantine,
-    /// Time until the next check, if a decision is pending.
+    /// Time until the next check.
+    pub next: Duration,
+    /// The same, if a decision is pending.
     pub again: Option<Duration>,
 }
 
@@ -203,7 +196,7 @@ pub enum NodeRequest {
     /// See [`NodeService::release`]: a claim's uid and whether it is forced.
     Release(String, bool, oneshot::Sender<Result<Holding, ReleaseError>>),
     /// See [`NodeService::find_orphans`].
-    FindOrphans(Duration, oneshot::Sender<Suspects>),
+    FindOrphans(Duration, oneshot::Sender<Vec<Question>>),
     /// See [`NodeService::decide_orphans`].
     DecideOrphans(
         Duration,
@@ -461,7 +454,7 @@ impl NodeService {
     }
 
     /// Compares the prepared claims with kubelet's list. `now` is the time since any fixed moment. `None` if the state task has ended.
-    pub async fn find_orphans(&self, now: Duration) -> Option<Suspects> {
+    pub async fn find_orphans(&self, now: Duration) -> Option<Vec<Question>> {
         self.send(|sender| NodeRequest::FindOrphans(now, sender)).await
     }
 

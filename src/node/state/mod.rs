@@ -29,7 +29,7 @@ use crate::core::prepare::inventory::{
     Devices, device_counts, inventory, is_as_found, plugin_devices, published, withhold,
 };
 use crate::core::prepare::kubelet_state::KubeletView;
-use crate::core::prepare::orphans::{ApiView, Decision, Orphans, RuntimeView};
+use crate::core::prepare::orphans::{ApiView, Decision, Orphans, Question, RuntimeView};
 use crate::core::prepare::plan::{
     Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, Missing, NodeIdentity, PlanStep, Refusal,
     Retries, plan_prepare, plan_unprepare, taken, takes_from_both,
@@ -45,7 +45,7 @@ use crate::node::driver::{self, NodeDriver, NodeDriverError, PreparedClaim};
 use crate::node::metrics::Metrics;
 use crate::node::service::{
     Backend, DRIVER_TIMEOUT, ListedContainers, NodeRequest, OrphanReport, Quarantine, Quarantined,
-    ReleaseError, ServiceError, Suspects,
+    ReleaseError, ServiceError,
 };
 use crate::node::state::storage::{Opened, Paths, Store};
 
@@ -905,15 +905,11 @@ impl<D: NodeDriver> NodeState<D> {
     }
 
     /// Compares the prepared claims with kubelet's list.
-    async fn find_orphans(&mut self, now: Duration) -> Suspects {
+    async fn find_orphans(&mut self, now: Duration) -> Vec<Question> {
         // No Prepare is running, so every unfinished attempt has failed, and its rollback as well.
         self.clear(&BTreeSet::new()).await;
         let kubelet = self.kubelet_claims().await;
-        let questions = self.orphans.change().find(&self.prepared_claims, &kubelet, now);
-        Suspects {
-            questions,
-            next: self.orphans.next_check(now),
-        }
+        self.orphans.change().find(&self.prepared_claims, &kubelet, now)
     }
 
     /// Frees claims, or puts them into quarantine, from the API server's answers. `containers` are those listed after these answers.
@@ -951,6 +947,7 @@ impl<D: NodeDriver> NodeState<D> {
         }
         OrphanReport {
             quarantine: self.quarantine(),
+            next: self.orphans.next_check(now),
             again,
         }
     }

@@ -30,9 +30,8 @@ fn container(minor: u32) -> RuntimeContainer {
 /// Checks for orphans until all are decided, with an API server that has none of the claims. `None` if the state task has ended.
 async fn check_orphans(service: &NodeService, begin: Instant) -> Option<()> {
     loop {
-        let suspects = service.find_orphans(begin.elapsed()).await?;
-        let gone = suspects
-            .questions
+        let questions = service.find_orphans(begin.elapsed()).await?;
+        let gone = questions
             .into_iter()
             .map(|question| (question.uid, ApiView::Gone));
         let report = service.decide_orphans(begin.elapsed(), gone.collect()).await?;
