@@ -1,5 +1,6 @@
 //! Pods and CustomResourceDefinitions with the fields that the commands read, as in Kubernetes. Code to read the whole types would be in the
-//! memory of every companion. DeviceTaintRules are here because k8s-openapi does not have their version.
+//! memory of every companion. DeviceTaintRules are here because feature `v1_34` of k8s-openapi lacks
+//! their version.
 
 use std::collections::BTreeMap;
 

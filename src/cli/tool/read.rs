@@ -54,10 +54,12 @@ pub(super) async fn slices(client: &Client) -> Result<Vec<ResourceSlice>, Error>
     let mut slices = all(client).await?;
     match all::<DeviceTaintRule>(client).await {
         Ok(rules) => add_taints(&mut slices, &rules),
-        // Kubernetes serves them from 1.37 on.
+        // `v1` has them from 1.37 on.
         Err(error) if is_not_served(&error) => {}
         Err(error) if is_forbidden(&error) => {
-            eprintln!("note: you may not list devicetaintrules.resource.k8s.io: their taints are unknown");
+            eprintln!(
+                "note: you may not list devicetaintrules.resource.k8s.io: their taints, if there are any, are unknown"
+            );
         }
         Err(error) => return Err(error),
     }

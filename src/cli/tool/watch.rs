@@ -29,8 +29,12 @@ pub(super) async fn devices(
     match read::api(client).await? {
         read::ServedApi::Structured => {
             let slices = Api::<v1::ResourceSlice>::all(client.clone());
-            let can_list = read::can_list::<DeviceTaintRule>(client).await.is_ok();
-            let rules = can_list.then(|| Api::<DeviceTaintRule>::all(client.clone()));
+            let rules = match read::can_list::<DeviceTaintRule>(client).await {
+                Ok(()) => Some(Api::<DeviceTaintRule>::all(client.clone())),
+                // The first table has come with a note.
+                Err(error) if read::is_not_served(&error) || read::is_forbidden(&error) => None,
+                Err(error) => return Err(error),
+            };
             let of_claims = claims::<StructuredClaim>(client, scope);
             follow(slices, of_claims, rules, |mut slices, claims, rules| {
                 structured::add_taints(&mut slices, &rules);
@@ -130,6 +134,17 @@ mod tests {
     use super::*;
     use crate::cli::diagnose::structured::tests::{DRIVER, camera, slice};
     use crate::cli::tool::tests::Server;
+
+    #[tokio::test]
+    async fn a_watch_without_an_answer_about_taint_rules_fails() {
+        let rules = "/apis/resource.k8s.io/v1/devicetaintrules";
+        for (code, fails) in [(404, false), (403, false), (500, true)] {
+            let client = Server::structured().failing(rules, code).client();
+            let watched = devices(&client, DRIVER, &ClaimScope::All, |_| Ok(false));
+            let ended = tokio::time::timeout(Duration::from_secs(10), watched).await;
+            assert_eq!(ended.unwrap().is_err(), fails, "{code}");
+        }
+    }
 
     #[tokio::test]
     async fn a_watch_ends_when_its_output_is_closed() {

@@ -19,7 +19,7 @@ pub enum AllocationFailure {
     /// An object is invalid. The scheduler gives up on all nodes.
     #[error("{0}")]
     Invalid(String),
-    /// A claim needs all devices of a pool that is being updated. The scheduler tries again later.
+    /// A claim needs all devices of a pool that is being updated. The scheduler gives up on all nodes, and tries again later.
     #[error("{0}")]
     PoolUpdating(String),
     /// The available devices of the node do not satisfy the claims.

@@ -37,12 +37,14 @@ fn is_early(minor: Option<u32>) -> bool {
     minor.is_some_and(|minor| minor < ON_SINCE)
 }
 
-/// The nodes whose companions do without the gates because of kubelet: they follow the older of API server and kubelet. Where kubelet is
+/// The nodes with slices of `driver` whose companions do without the gates because of kubelet: they follow the older of API server and kubelet. Where kubelet is
 /// too old for claims, [`offers`] says so.
-pub fn old_kubelets(nodes: &[Node]) -> Vec<String> {
+pub fn old_kubelets(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<String> {
+    let ours = slices.iter().filter(|slice| slice.spec.driver == driver);
+    let served: BTreeSet<&str> = ours.filter_map(|slice| slice.spec.node_name.as_deref()).collect();
     let is_old = |node: &&Node| {
         let minor = kubelet_minor(node);
-        is_early(minor) && !is_too_early(minor)
+        served.contains(name_of(node)) && is_early(minor) && !is_too_early(minor)
     };
     nodes
         .iter()
@@ -63,10 +65,7 @@ pub fn kubelets(
     nodes: &[Node],
     api_server: Option<u32>,
 ) -> Option<DoctorFinding> {
-    let ours = slices.iter().filter(|slice| slice.spec.driver == driver);
-    let served: BTreeSet<&str> = ours.filter_map(|slice| slice.spec.node_name.as_deref()).collect();
-    let mut old = old_kubelets(nodes);
-    old.retain(|node| served.contains(node.as_str()));
+    let old = old_kubelets(driver, slices, nodes);
     if old.is_empty() || is_early(api_server) {
         return None;
     }

@@ -124,20 +124,20 @@ pub(crate) fn explain(input: &StructuredExplainInput<'_>) -> ClaimExplanation {
     let is_bound = input.pod.is_some_and(|pod| node_name(pod).is_some());
     let waits = matches!(step, ClaimStep::WaitsForDevice | ClaimStep::WaitsForScheduler) && !is_bound;
     let nodes = input.nodes.into_iter().flatten().filter(|_| waits);
-    let fit = |(node, report): (&String, &Result<NodeReport, String>)| {
-        NodeExplanation {
+    let of_kubelet = |node: &String| {
+        let is_old = input.old_kubelets.contains(node);
+        let note = "unhealthy and shared devices are left out";
+        is_old.then(|| format!("; kubelet is older than 1.{ON_SINCE} there: {note}"))
+    };
+    let fit = |(node, report): (&String, &Result<NodeReport, String>)| NodeExplanation {
         node: node.clone(),
         reason: match report {
-            Ok(report) => reason(report, input.index).map(|reason| {
-                if input.old_kubelets.contains(node) {
-                    format!("{reason}; kubelet is older than 1.{ON_SINCE} there: unhealthy and shared devices are left out")
-                } else {
-                    reason
-                }
-            }),
+            Ok(report) => {
+                let reason = reason(report, input.index);
+                reason.map(|reason| reason + &of_kubelet(node).unwrap_or_default())
+            }
             Err(error) => Some(error.clone()),
         },
-    }
     };
     let mut drivers = BTreeSet::new();
     let mut devices = Vec::new();
@@ -273,14 +273,17 @@ fn current_step(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, Strin
     }
     if is_allocated(claim) {
         let (step, because, advice) = reserved(&users(claim), RESERVED_FOR_MAX, input.pod);
-        if step == ClaimStep::WaitsForReservation && advice.is_empty() {
+        let status = claim.status.as_ref();
+        let allocation = status.and_then(|status| status.allocation.as_ref());
+        let is_on_some_nodes = allocation.is_some_and(|allocation| allocation.node_selector.is_some());
+        if step == ClaimStep::WaitsForReservation && advice.is_empty() && is_on_some_nodes {
             let pools: BTreeSet<&str> = allocated_devices::results(claim)
                 .map(|result| result.pool.as_str())
                 .collect();
             let pools = pools.into_iter().collect::<Vec<_>>().join(", ");
             return (
                 step,
-                format!("{because}; its devices are in pool {pools}, and the pod can run only there"),
+                format!("{because}; the pod can run only where its devices are, those of pool {pools}"),
                 "if this persists, the node does not meet the pod's other requirements: kubectl describe pod"
                     .into(),
             );
@@ -344,6 +347,17 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
                 .into(),
         );
     }
+    let updating = outcomes().find_map(|outcome| match outcome {
+        Err(AllocationFailure::PoolUpdating(error)) => Some(error),
+        _ => None,
+    });
+    if let Some(error) = updating {
+        return (
+            ClaimStep::WaitsForDevice,
+            format!("the scheduler allocates on no node for now: {error}"),
+            "the scheduler tries again when the pool is complete; if this persists, see the log of that driver (`drayman doctor`)".into(),
+        );
+    }
     let (total, able) = (nodes.len(), outcomes().filter(|outcome| outcome.is_ok()).count());
     if able == 0 {
         let gate = |gate: &Gate| format!("; the gate {} is off: {}", gate.name, gate.without);
@@ -355,8 +369,6 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
              one (drayman devices), add a node, or request less"
         } else if total > 0 && nodes.values().all(Result::is_err) {
             "the nodes give the cause, which may be another claim of the pod"
-        } else if outcomes().any(|outcome| matches!(outcome, Err(AllocationFailure::PoolUpdating(_)))) {
-            "the scheduler tries again when the pool is complete; if this persists, see the log of that driver (`drayman doctor`)"
         } else if nodes.values().flatten().all(NodeReport::is_without_driver) {
             "no driver offers devices on any of these nodes: `drayman doctor`, with the rights of an operator, names the cause"
         } else {
@@ -369,24 +381,21 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
             fix.into(),
         );
     }
-    if input.of_one_namespace {
-        return (
-            ClaimStep::WaitsForScheduler,
-            format!("{able} of {total} nodes can serve it, unless claims of other namespaces, which you may not list, hold the devices"),
-            "with the right to list resourceclaims in all namespaces, this command knows; see also the pod's events: kubectl describe pod"
-                .into(),
-        );
-    }
+    let doubt = if input.of_one_namespace {
+        ", unless claims of other namespaces, which you may not list, hold the devices"
+    } else {
+        ""
+    };
     if input.pod.is_none() {
         return (
             ClaimStep::WaitsForScheduler,
-            format!("{able} of {total} nodes can serve it; it is allocated when a pod needs it"),
+            format!("{able} of {total} nodes can serve it{doubt}; it is allocated when a pod needs it"),
             "nothing is wrong: create a pod that names it".into(),
         );
     }
     (
         ClaimStep::WaitsForScheduler,
-        format!("{able} of {total} nodes can serve it; the scheduler has not allocated it yet"),
+        format!("{able} of {total} nodes can serve it{doubt}; the scheduler has not allocated it yet"),
         "if this persists, other requirements of the pod are not met there: kubectl describe pod".into(),
     )
 }

@@ -522,7 +522,7 @@ fn a_shared_claim_names_the_only_place_for_its_pods() {
     assert_eq!(explanation.step, ClaimStep::WaitsForReservation);
     assert_eq!(
         explanation.because,
-        "it is allocated, and reserved for 1 other pod(s); its devices are in pool node-b, and the pod can run only there"
+        "it is allocated, and reserved for 1 other pod(s); the pod can run only where its devices are, those of pool node-b"
     );
 }
 
@@ -535,8 +535,19 @@ fn a_pool_that_is_being_updated_is_worth_waiting_for() {
     });
     assert_eq!(explanation.step, ClaimStep::WaitsForDevice);
     assert!(
-        reasons(&explanation)[0].ends_with("is being updated"),
+        explanation.because.ends_with("is being updated"),
         "{explanation:?}"
+    );
+    let beside_a_free_one = of_a_free_camera(|question| {
+        let mut updating = slice("node-b", json!([camera("x")]));
+        updating["spec"]["pool"]["resourceSliceCount"] = json!(2);
+        question.slices.push(updating);
+        question.claims[0]["spec"]["devices"]["requests"][0]["exactly"] =
+            json!({ "deviceClassName": "cameras", "allocationMode": "All" });
+    });
+    assert!(
+        beside_a_free_one.because.ends_with("is being updated"),
+        "{beside_a_free_one:?}"
     );
     let advice = explanation.advice.unwrap();
     assert!(

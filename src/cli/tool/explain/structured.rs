@@ -66,7 +66,7 @@ pub(super) async fn explain_claims(
             nodes = Some(evaluate(slices, classes, &claims.items, &all_nodes, &own)?);
             gates_off = feature_gates::gates_off(client).await?;
             if gates_off.len() < GATES.len() {
-                old_kubelets = doctor::old_kubelets(&all_nodes);
+                old_kubelets = doctor::old_kubelets(driver, slices, &all_nodes);
             }
         }
     }
