@@ -75,7 +75,7 @@ fn nothing_of_classic_mode_is_rendered() {
         for object in render(Some(&variant), &STRUCTURED) {
             let what = format!("{} {} of {variant:?}", object["kind"], object["metadata"]["name"]);
             let component = &object["metadata"]["labels"]["app.kubernetes.io/component"];
-            for classic in ["controller", "crds", "uninstall"] {
+            for classic in ["controller", "crds"] {
                 assert_ne!(component, classic, "{what}");
             }
             assert_ne!(object["kind"], "Deployment", "{what}");
@@ -96,6 +96,19 @@ fn nothing_of_classic_mode_is_rendered() {
 }
 
 #[test]
+fn the_uninstall_is_checked_with_the_account_of_the_companion() {
+    let job = |more: &[&str]| {
+        let rendered = structured("ci/one-kind-values.yaml", more);
+        let mut jobs = rendered.into_iter().filter(|object| object["kind"] == "Job");
+        jobs.find(|job| job["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete")
+    };
+    let account = job(&[]).expect("a Job")["spec"]["template"]["spec"]["serviceAccountName"].clone();
+    assert_eq!(account, "drayman-node");
+    assert!(job(&["--set=uninstallCheck=false"]).is_none());
+    assert!(job(&["--set=node.enabled=false"]).is_none());
+}
+
+#[test]
 fn the_values_of_the_controller_have_no_effect() {
     for values in ["ci/one-kind-values.yaml", "ci/everything-values.yaml"] {
         let usual = structured(values, &[]);
@@ -104,7 +117,6 @@ fn the_values_of_the_controller_have_no_effect() {
             "controller.metricsPort=0",
             "controller.leaderElection.enabled=false",
             "crds.upgrade=true",
-            "uninstallCheck=false",
         ] {
             assert_eq!(structured(values, &[&format!("--set={value}")]), usual, "{value}");
         }
@@ -718,5 +730,21 @@ async fn pods_start_while_a_daemon_set_with_surge_rolls_out() -> anyhow::Result<
     ensure!(slice().await? == published, "the slices were not deleted");
     ensure!(setup.run_of_pod("before").await? == run);
     ensure!(setup.devices("before").await? == device);
+
+    let uninstall = ["uninstall", "drayman", "--namespace", "drayman", "--wait"];
+    let refused = setup.helm(&uninstall).await.expect_err("a claim is in use");
+    ensure!(
+        refused.to_string().contains("job drayman-uninstall failed"),
+        "{refused}"
+    );
+    let log = ["logs", "job/drayman-uninstall", "--namespace=drayman"];
+    let message = setup.kubectl(&log).await?;
+    ensure!(message.contains("used by pod before"), "{message}");
+    for objects in ["pods", "resourceclaims"] {
+        setup
+            .kubectl(&["delete", objects, "--all", "--namespace=default"])
+            .await?;
+    }
+    setup.helm(&uninstall).await?;
     setup.cluster.stop().await
 }
