@@ -79,7 +79,14 @@ pub(super) async fn check_pods(
                 continue;
             }
         };
-        findings.extend(check(client, account, rights).await?);
+        match check(client, account, rights).await {
+            Ok(found) => findings.extend(found),
+            Err(error) => {
+                // The other accounts have the same answer.
+                findings.push(DoctorFinding::unread(&error.to_string()));
+                break;
+            }
+        }
     }
     Ok(findings)
 }

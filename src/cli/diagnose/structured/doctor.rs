@@ -273,15 +273,17 @@ pub fn classes(
     findings
 }
 
-/// Checks the slices of `driver` against each other and against the cluster's nodes.
-pub fn slices(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<DoctorFinding> {
+/// Checks the slices of `driver` against each other and, if they are known, against the cluster's nodes.
+pub fn slices(driver: &str, slices: &[ResourceSlice], nodes: Option<&[Node]>) -> Vec<DoctorFinding> {
     let ours: Vec<&ResourceSlice> = slices
         .iter()
         .filter(|slice| slice.spec.driver == driver)
         .collect();
     let mut findings = pools(driver, slices, &ours);
-    findings.extend(owners(driver, &ours, nodes));
-    findings.extend(offers(driver, slices, nodes));
+    if let Some(nodes) = nodes {
+        findings.extend(owners(driver, &ours, nodes));
+        findings.extend(offers(driver, slices, nodes));
+    }
     findings
 }
 

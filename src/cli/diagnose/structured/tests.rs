@@ -770,7 +770,7 @@ fn unmatched_classes_and_devices_are_reported() {
 fn of_slices(all: Vec<Value>, nodes: &[&str]) -> Vec<DoctorFinding> {
     let all: Vec<ResourceSlice> = all.into_iter().map(read).collect();
     let nodes: Vec<Node> = nodes.iter().map(|name| read(node(name))).collect();
-    slices(DRIVER, &all, &nodes)
+    slices(DRIVER, &all, Some(&nodes))
 }
 
 /// Checks that one finding has this level and text.

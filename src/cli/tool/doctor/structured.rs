@@ -69,9 +69,7 @@ async fn of_devices(
 ) -> Result<Vec<DoctorFinding>, Error> {
     let all_slices: Vec<ResourceSlice> = read::all(client).await?;
     let all_classes: Vec<DeviceClass> = read::all(client).await?;
-    let nodes: Vec<Node> = read::all(client).await?;
     let mut findings = dropped_fields(driver, &all_slices);
-    findings.extend(kubelets(driver, &all_slices, &nodes, api_server));
     let of_classes = with_selectors(|selectors| {
         classes(
             driver,
@@ -81,7 +79,16 @@ async fn of_devices(
         )
     });
     findings.extend(of_classes.map_err(anyhow::Error::msg)?);
-    findings.extend(slices(driver, &all_slices, &nodes));
+    match read::all::<Node>(client).await {
+        Ok(nodes) => {
+            findings.extend(kubelets(driver, &all_slices, &nodes, api_server));
+            findings.extend(slices(driver, &all_slices, Some(&nodes)));
+        }
+        Err(error) => {
+            findings.extend(slices(driver, &all_slices, None));
+            findings.push(DoctorFinding::unread(&error.to_string()));
+        }
+    }
     Ok(findings)
 }
 
@@ -151,6 +158,34 @@ mod tests {
             *level == Level::Warning && message.contains("cannot list resourceslices")
         };
         assert!(findings.iter().any(warns), "{findings:?}");
+    }
+
+    #[tokio::test]
+    async fn a_missing_right_hides_no_other_finding() {
+        let mut incomplete = slice("node-a", json!([camera("a")]));
+        incomplete["spec"]["pool"]["resourceSliceCount"] = json!(2);
+        let mut pod = companion("drayman");
+        let waiting = json!({ "reason": "ImagePullBackOff", "message": "back-off pulling image" });
+        pod["status"] = json!({ "containerStatuses": [{ "state": { "waiting": waiting } }] });
+        let server = server()
+            .with("/apis/resource.k8s.io/v1/resourceslices", &[incomplete])
+            .with("/api/v1/pods", &[pod]);
+        for path in [
+            "/api/v1/nodes",
+            "/apis/authorization.k8s.io/v1/subjectaccessreviews",
+        ] {
+            let findings = run(server.clone().without_right(path)).await;
+            let has = |expected: Level, text: &str| {
+                let mut found = findings.iter();
+                found.any(|(level, message)| *level == expected && message.contains(text))
+            };
+            assert!(
+                has(Level::Problem, "pool node-a is incomplete"),
+                "{path}: {findings:?}"
+            );
+            assert!(has(Level::Problem, "ImagePullBackOff"), "{path}: {findings:?}");
+            assert!(has(Level::Warning, ""), "{path}: {findings:?}");
+        }
     }
 
     /// A companion's pod.
