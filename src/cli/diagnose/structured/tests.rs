@@ -488,7 +488,7 @@ fn a_node_with_an_empty_slice_has_a_driver() {
 }
 
 #[test]
-fn a_claim_that_waits_for_another_claim_is_not_the_drivers_fault() {
+fn a_claim_behind_another_one_is_not_the_drivers_fault() {
     let advice = |other: Value| {
         let explanation = of_a_free_camera(|question| {
             question.claims.push(other);
