@@ -105,7 +105,7 @@ fn the_uninstall_is_checked_with_the_account_of_the_companion() {
     let account = job(&[]).expect("a Job")["spec"]["template"]["spec"]["serviceAccountName"].clone();
     assert_eq!(account, "drayman-node");
     assert!(job(&["--set=uninstallCheck=false"]).is_none());
-    assert!(job(&["--set=node.enabled=false"]).is_none());
+    assert!(job(&["--set=node.enabled=false,deviceKinds=null"]).is_none());
 }
 
 #[test]
