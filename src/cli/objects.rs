@@ -20,6 +20,13 @@ pub struct PartialPod {
     pub status: Option<PartialPodStatus>,
 }
 
+impl PartialPod {
+    /// The node that the pod is bound to.
+    pub fn node_name(&self) -> Option<&str> {
+        self.spec.as_ref()?.node_name.as_deref()
+    }
+}
+
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PartialPodSpec {

@@ -410,7 +410,7 @@ pub(super) fn reserved(
 /// The step of a claim that is allocated and reserved for the pod.
 fn on_node(pod: &PartialPod) -> (ClaimStep, String, String) {
     let nothing = String::new();
-    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
+    let node = pod.node_name();
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
     match (node, phase) {
         (Some(node), Some("Running")) => (

@@ -144,7 +144,7 @@ fn current_step(
     nodes: Option<&[Node]>,
     pods: Option<&[PartialPod]>,
 ) -> (ExtendedResourceStep, String, String, Vec<NodeExplanation>) {
-    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
+    let node = pod.node_name();
     let node = match (node, nodes) {
         (Some(node), _) => node,
         (None, Some(nodes)) => return waiting(resource, amount, nodes, pods),
@@ -255,9 +255,7 @@ fn offers<'a>(node: &'a Node, resource: &str) -> Option<(&'a str, u64)> {
 fn used(pods: &[PartialPod], node: &str, resource: &str) -> u64 {
     let there = pods.iter().filter(|pod| {
         let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
-        let spec = pod.spec.as_ref();
-        spec.and_then(|spec| spec.node_name.as_deref()) == Some(node)
-            && !matches!(phase, Some("Succeeded" | "Failed"))
+        pod.node_name() == Some(node) && !matches!(phase, Some("Succeeded" | "Failed"))
     });
     there
         .filter_map(|pod| requested(pod).remove(resource))

@@ -331,7 +331,9 @@ mod tests {
             parameters = json!([parameters]);
         }
         let mut claim = held("one", "node-a", &["a"]);
-        claim["status"]["allocation"]["devices"]["config"] = json!([{ "source": "FromClaim", "opaque": { "driver": "other.example", "parameters": parameters } }]);
+        let opaque = json!({ "driver": "other.example", "parameters": parameters });
+        claim["status"]["allocation"]["devices"]["config"] =
+            json!([{ "source": "FromClaim", "opaque": opaque }]);
         let server = Server::structured()
             .with(SLICES, &[slice("node-a", json!([camera("a")]))])
             .with(CLAIMS, &[claim]);

@@ -37,8 +37,8 @@ fn is_early(minor: Option<u32>) -> bool {
     minor.is_some_and(|minor| minor < ON_SINCE)
 }
 
-/// The nodes with slices of `driver` whose companions do without the gates because of kubelet: they follow the older of API server and kubelet. Where kubelet is
-/// too old for claims, [`offers`] says so.
+/// The nodes with slices of `driver` whose companions do without the gates because of kubelet: they follow the older of API server and
+/// kubelet. Where kubelet is too old for claims, [`offers`] says so.
 pub fn old_kubelets(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<String> {
     let ours = slices.iter().filter(|slice| slice.spec.driver == driver);
     let served: BTreeSet<&str> = ours.filter_map(|slice| slice.spec.node_name.as_deref()).collect();
@@ -71,7 +71,7 @@ pub fn kubelets(
     }
     let [taints, shares] = GATES.map(|gate| gate.without);
     let message = format!(
-        "kubelet is older than 1.{ON_SINCE} on {}: {taints}, and {shares} there",
+        "kubelet is older than 1.{ON_SINCE} on {}; until it is upgraded there, {taints}, and {shares}",
         some(&old)
     );
     Some(DoctorFinding::note("gates", message))

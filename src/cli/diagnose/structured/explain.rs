@@ -121,21 +121,20 @@ pub(crate) struct StructuredExplainInput<'a> {
 pub(crate) fn explain(input: &StructuredExplainInput<'_>) -> ClaimExplanation {
     let claim = claim_of(input.found);
     let (step, because, advice) = current_step(input);
-    let is_bound = input.pod.is_some_and(|pod| node_name(pod).is_some());
+    let is_bound = input.pod.and_then(PartialPod::node_name).is_some();
     let waits = matches!(step, ClaimStep::WaitsForDevice | ClaimStep::WaitsForScheduler) && !is_bound;
     let nodes = input.nodes.into_iter().flatten().filter(|_| waits);
     let of_kubelet = |node: &String| {
-        let is_old = input.old_kubelets.contains(node);
-        let note = "unhealthy and shared devices are left out";
-        is_old.then(|| format!("; kubelet is older than 1.{ON_SINCE} there: {note}"))
+        if input.old_kubelets.contains(node) {
+            format!("; kubelet is older than 1.{ON_SINCE} there: unhealthy and shared devices are left out")
+        } else {
+            String::new()
+        }
     };
     let fit = |(node, report): (&String, &Result<NodeReport, String>)| NodeExplanation {
         node: node.clone(),
         reason: match report {
-            Ok(report) => {
-                let reason = reason(report, input.index);
-                reason.map(|reason| reason + &of_kubelet(node).unwrap_or_default())
-            }
+            Ok(report) => reason(report, input.index).map(|reason| reason + &of_kubelet(node)),
             Err(error) => Some(error.clone()),
         },
     };
@@ -188,10 +187,6 @@ fn is_allocated(claim: &ResourceClaim) -> bool {
         .status
         .as_ref()
         .is_some_and(|status| status.allocation.is_some())
-}
-
-fn node_name(pod: &PartialPod) -> Option<&str> {
-    pod.spec.as_ref()?.node_name.as_deref()
 }
 
 /// Whether the scheduler has yet to allocate the claim.
@@ -283,7 +278,9 @@ fn current_step(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, Strin
             let pools = pools.into_iter().collect::<Vec<_>>().join(", ");
             return (
                 step,
-                format!("{because}; the pod can run only where its devices are, those of pool {pools}"),
+                format!(
+                    "{because}; its devices are in pool {pools}, and the pod can run only on a node that reaches them"
+                ),
                 "if this persists, the node does not meet the pod's other requirements: kubectl describe pod"
                     .into(),
             );
@@ -315,7 +312,7 @@ fn users(claim: &ResourceClaim) -> Vec<&str> {
 }
 
 fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
-    if let Some(node) = input.pod.and_then(node_name) {
+    if let Some(node) = input.pod.and_then(PartialPod::node_name) {
         return (
             ClaimStep::WaitsForScheduler,
             format!("the pod is bound to node {node}, and the scheduler allocates only before it binds a pod"),
@@ -334,11 +331,11 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
         );
     };
     let outcomes = || nodes.values().flatten().map(|report| &report.outcome);
-    let invalid = outcomes().find_map(|outcome| match outcome {
-        Err(AllocationFailure::Invalid(error)) => Some(error),
-        _ => None,
-    });
-    if let Some(error) = invalid {
+    let failure = |is: fn(&AllocationFailure) -> bool| {
+        let mut failures = outcomes().filter_map(|outcome| outcome.as_ref().err());
+        failures.find(|failure| is(failure))
+    };
+    if let Some(error) = failure(|failure| matches!(failure, AllocationFailure::Invalid(_))) {
         return (
             ClaimStep::ParametersInvalid,
             format!("the scheduler gives up: {error}"),
@@ -347,15 +344,12 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
                 .into(),
         );
     }
-    let updating = outcomes().find_map(|outcome| match outcome {
-        Err(AllocationFailure::PoolUpdating(error)) => Some(error),
-        _ => None,
-    });
-    if let Some(error) = updating {
+    if let Some(error) = failure(|failure| matches!(failure, AllocationFailure::PoolUpdating(_))) {
         return (
             ClaimStep::WaitsForDevice,
             format!("the scheduler allocates on no node for now: {error}"),
-            "the scheduler tries again when the pool is complete; if this persists, see the log of that driver (`drayman doctor`)".into(),
+            "the scheduler tries again when the pool is complete; if this persists, see the log of that driver (`drayman doctor`)"
+                .into(),
         );
     }
     let (total, able) = (nodes.len(), outcomes().filter(|outcome| outcome.is_ok()).count());
@@ -368,7 +362,7 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
             "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
              one (drayman devices), add a node, or request less"
         } else if total > 0 && nodes.values().all(Result::is_err) {
-            "the nodes give the cause, which may be another claim of the pod"
+            "the reasons of the nodes name the cause; if it is another claim of the pod, see what to do about that one"
         } else if nodes.values().flatten().all(NodeReport::is_without_driver) {
             "no driver offers devices on any of these nodes: `drayman doctor`, with the rights of an operator, names the cause"
         } else {

@@ -496,7 +496,7 @@ fn a_claim_behind_another_one_is_not_the_drivers_fault() {
         });
         explanation.advice.unwrap()
     };
-    let expected = "the nodes give the cause, which may be another claim of the pod";
+    let expected = "the reasons of the nodes name the cause; if it is another claim of the pod, see what to do about that one";
     assert_eq!(advice(claim("two", "none", 1)), expected);
     let mut elsewhere = held("two", "node-gone", &["x"]);
     elsewhere["status"]["reservedFor"][0]["uid"] = json!("uid-waiting");
@@ -522,7 +522,7 @@ fn a_shared_claim_names_the_only_place_for_its_pods() {
     assert_eq!(explanation.step, ClaimStep::WaitsForReservation);
     assert_eq!(
         explanation.because,
-        "it is allocated, and reserved for 1 other pod(s); the pod can run only where its devices are, those of pool node-b"
+        "it is allocated, and reserved for 1 other pod(s); its devices are in pool node-b, and the pod can run only on a node that reaches them"
     );
 }
 
@@ -589,8 +589,8 @@ fn a_kubelet_that_is_too_old_for_taints_is_named() {
         found.map(|finding| (finding.level, finding.message))
     };
     let served = [slice("node-a", json!([camera("a")]))];
-    let note = "kubelet is older than 1.36 on node-a: companions leave out unhealthy devices instead of tainting them, and companions \
-                leave out devices with shares there";
+    let note = "kubelet is older than 1.36 on node-a; until it is upgraded there, companions leave out unhealthy devices instead of \
+                tainting them, and companions leave out devices with shares";
     assert_eq!(
         finding("v1.35.4", 37, &served),
         Some((Level::Note, note.to_owned()))

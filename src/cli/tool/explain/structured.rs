@@ -65,6 +65,7 @@ pub(super) async fn explain_claims(
             let all_nodes = read_nodes(client, slices).await?;
             nodes = Some(evaluate(slices, classes, &claims.items, &all_nodes, &own)?);
             gates_off = feature_gates::gates_off(client).await?;
+            // Otherwise no node uses the gates.
             if gates_off.len() < GATES.len() {
                 old_kubelets = doctor::old_kubelets(driver, slices, &all_nodes);
             }
