@@ -123,7 +123,7 @@ mod tests {
 
     use super::*;
 
-    /// A claim whose parameters are nested deeper than serde_json reads.
+    /// A claim with this member in place of its parameters.
     fn claim(parameters: &str) -> String {
         let result = json!({ "request": "r", "driver": "drayman.dev", "pool": "node-a", "device": "d" });
         let spec = json!({ "devices": {
@@ -149,8 +149,7 @@ mod tests {
 
     #[test]
     fn parameters_are_skipped_and_the_rest_is_decoded() {
-        let whole: v1::ResourceClaim = serde_json::from_str(&claim("\"parameters\":null")).unwrap();
-        let mut expected = whole;
+        let mut expected: v1::ResourceClaim = serde_json::from_str(&claim("\"parameters\":null")).unwrap();
         expected.spec.devices.as_mut().unwrap().config = None;
         let status = expected.status.as_mut().unwrap();
         status.devices = None;
