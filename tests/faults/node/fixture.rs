@@ -168,15 +168,11 @@ impl Node {
     }
 
     pub(crate) async fn until_exists(&self, path: &Path) {
-        let start = Instant::now();
-        while !path.exists() {
-            assert!(
-                start.elapsed() < Duration::from_secs(20),
-                "{} does not come",
-                path.display()
-            );
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        until_exists(path, true).await;
+    }
+
+    pub(crate) async fn until_gone(&self, path: &Path) {
+        until_exists(path, false).await;
     }
 
     /// A kubelet client of the companion.
@@ -279,6 +275,20 @@ impl Node {
             );
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
+    }
+}
+
+/// Waits until a file exists, or no longer does.
+async fn until_exists(path: &Path, wanted: bool) {
+    let start = Instant::now();
+    while path.exists() != wanted {
+        assert!(
+            start.elapsed() < Duration::from_secs(20),
+            "{} exists: {}",
+            path.display(),
+            !wanted
+        );
+        tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 

@@ -193,11 +193,7 @@ async fn unprepare_without_api(node: &Node, structured: bool) {
     } else {
         node.kubelet().await.unprepare(A).await.unwrap();
     }
-    let start = Instant::now();
-    while node.dra_socket().exists() {
-        assert!(start.elapsed() < Duration::from_secs(20), "the socket stays");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    node.until_gone(&node.dra_socket()).await;
     process.stop().await.unwrap();
 }
 
