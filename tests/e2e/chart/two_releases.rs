@@ -50,6 +50,18 @@ async fn two_releases_with_different_names_serve_one_pod() -> anyhow::Result<()>
         "{same}"
     );
     roles_made_by_hand(&setup).await?;
+    let mut left = json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole",
+        "metadata": { "name": "left", "labels": { "drayman.dev/driver-name": "left.example.com" } }, "rules": [],
+    });
+    left["metadata"]["annotations"] =
+        json!({ "meta.helm.sh/release-name": "left", "meta.helm.sh/release-namespace": "deleted" });
+    setup.apply(&left).await?;
+    let deleted = install("left.example.com")
+        .await
+        .expect_err("a deleted namespace");
+    let advice = "namespace deleted was deleted before helm uninstall: install it there again";
+    ensure!(deleted.to_string().contains(advice), "{deleted}");
     install("other.example.com").await?;
     setup.rolled_out("other", "other-drayman").await?;
     setup.ready("node-0.drayman.dev").await?;
