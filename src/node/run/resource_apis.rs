@@ -21,6 +21,10 @@ use crate::node::service::NodeService;
 /// keeps the resource's last capacity until kubelet drops it minutes later.
 const WITHDRAWAL: Duration = Duration::from_secs(1);
 
+/// How long a closed endpoint stays closed, so that kubelet notices. Kubelet keeps connections by resource and socket: when it notices late that
+/// the earlier connection has ended, it closes the new one (kubernetes#121994), and kubelet 1.37 then refuses this socket until it restarts.
+const DISCONNECTION: Duration = Duration::from_secs(1);
+
 /// State of each endpoint, by resource.
 pub(super) type KubeletApiStates = BTreeMap<String, KubeletApiState>;
 
@@ -92,7 +96,7 @@ impl ResourceApis {
         let (withdrawn, end) = (CancellationToken::new(), shutdown.child_token());
         let (node, paths, registration) = (self.node.clone(), self.paths.clone(), self.plugin_registration);
         let (driver_name, name, asked) = (self.driver_name.clone(), name.to_owned(), withdrawn.clone());
-        let (configured, states) = (resource.clone(), self.states.clone());
+        let (configured, states, shutdown) = (resource.clone(), self.states.clone(), shutdown.clone());
         apis.spawn(async move {
             // The state task learns of a change at the same time as this task, and may be busy. Until then, it serves the earlier devices.
             tokio::select! {
@@ -131,6 +135,10 @@ impl ResourceApis {
                 () = api => {}
                 () = withdraw => {}
             }
+            tokio::select! {
+                () = shutdown.cancelled() => {}
+                () = sleep(DISCONNECTION) => {}
+            }
             name
         });
         Open {
@@ -142,39 +150,47 @@ impl ResourceApis {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
     use std::pin::pin;
 
-    use tokio::time::timeout;
+    use tokio::time::{Instant, timeout};
 
     use super::*;
-    use crate::node::service::ServedResource;
+    use crate::node::service::{Backend, ServedResource};
 
-    #[tokio::test]
-    async fn a_changed_resource_waits_for_its_own_devices() {
-        const RESOURCE: &str = "example.com/port";
-        let root = tempfile::tempdir().unwrap();
-        let paths = KubeletPaths {
-            root_dir: root.path().to_owned(),
-            device_plugin_dir: root.path().join("device-plugins"),
-        };
+    const RESOURCE: &str = "example.com/port";
+
+    fn resource_apis(root: &Path) -> (ResourceApis, Backend) {
         let (node, backend) = NodeService::new(None, Arc::default());
-        let offer = |resource: &ExtendedResource| {
-            let served = ServedResource {
-                resource: resource.clone(),
-                devices: watch::channel(Vec::new()).1,
-            };
-            let all = BTreeMap::from([(RESOURCE.to_owned(), served)]);
-            backend.resources.send_replace(Arc::new(all));
-        };
-        let (before, after) = (ExtendedResource::of_kind("a"), ExtendedResource::of_kind("b"));
-        offer(&before);
         let resource_apis = ResourceApis {
             node,
-            paths,
+            paths: KubeletPaths {
+                root_dir: root.to_owned(),
+                device_plugin_dir: root.join("device-plugins"),
+            },
             plugin_registration: PluginRegistration::default(),
             driver_name: "drayman.dev".into(),
             states: watch::Sender::new(BTreeMap::new()),
         };
+        (resource_apis, backend)
+    }
+
+    /// The state task serves the resource.
+    fn offer(backend: &Backend, resource: &ExtendedResource) {
+        let served = ServedResource {
+            resource: resource.clone(),
+            devices: watch::channel(Vec::new()).1,
+        };
+        let all = BTreeMap::from([(RESOURCE.to_owned(), served)]);
+        backend.resources.send_replace(Arc::new(all));
+    }
+
+    #[tokio::test]
+    async fn a_changed_resource_waits_for_its_own_devices() {
+        let root = tempfile::tempdir().unwrap();
+        let (before, after) = (ExtendedResource::of_kind("a"), ExtendedResource::of_kind("b"));
+        let (resource_apis, backend) = resource_apis(root.path());
+        offer(&backend, &before);
         let mut seen = resource_apis.states.subscribe();
         let (mut apis, shutdown) = (JoinSet::new(), CancellationToken::new());
         resource_apis.open(&mut apis, RESOURCE, &after, &shutdown);
@@ -184,9 +200,44 @@ mod tests {
             timeout(still, &mut is_served).await.is_err(),
             "the devices are those of before"
         );
-        offer(&after);
+        offer(&backend, &after);
         is_served.await.unwrap();
         shutdown.cancel();
         apis.join_next().await.unwrap().unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_changed_resource_lets_kubelet_notice_the_end() {
+        let root = tempfile::tempdir().unwrap();
+        let (before, after) = (ExtendedResource::of_kind("a"), ExtendedResource::of_kind("b"));
+        let (resource_apis, backend) = resource_apis(root.path());
+        offer(&backend, &before);
+        let mut seen = resource_apis.states.subscribe();
+        let configured = |resource| Arc::new(BTreeMap::from([(RESOURCE.to_owned(), resource)]));
+        let (configure, follow) = watch::channel(configured(before));
+        let shutdown = CancellationToken::new();
+        let served = tokio::spawn(resource_apis.serve(follow, shutdown.clone()));
+        let is_served = |states: &KubeletApiStates| states.get(RESOURCE) == Some(&KubeletApiState::Waiting);
+        seen.wait_for(is_served).await.unwrap();
+        let socket = KubeletPaths {
+            root_dir: root.path().to_owned(),
+            device_plugin_dir: root.path().join("device-plugins"),
+        }
+        .device_plugin_socket(RESOURCE)
+        .path;
+        offer(&backend, &after);
+        configure.send_replace(configured(after));
+        while socket.exists() {
+            sleep(Duration::from_millis(10)).await;
+        }
+        let closed = Instant::now();
+        seen.wait_for(is_served).await.unwrap();
+        assert!(
+            closed.elapsed() + Duration::from_millis(20) >= DISCONNECTION,
+            "{:?}",
+            closed.elapsed()
+        );
+        shutdown.cancel();
+        served.await.unwrap();
     }
 }
