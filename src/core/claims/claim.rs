@@ -64,10 +64,7 @@ pub(super) enum ClaimPhase {
         refusal: Option<String>,
     },
     /// The server has confirmed that the claim no longer exists, before the watch reports it. No further step is taken.
-    Gone {
-        /// The transaction that the claim was in.
-        transaction: Option<TransactionId>,
-    },
+    Gone,
 }
 
 /// Devices that the driver may hold for a claim beyond the recorded allocation.
@@ -160,6 +157,7 @@ pub(super) struct Claim {
     /// The driver has deallocated the claim; the finalizer is removed once the allocation is cleared. Kept over failures, because a claim
     /// whose status is cleared no longer requests a release.
     deallocated: bool,
+    /// Only while the claim records an allocation of ours.
     wrong: Option<WrongAllocation>,
     unrecorded: Unrecorded,
     late_writes: LateWrites,
@@ -286,13 +284,9 @@ impl Claim {
     /// Returns the driver's first observation of the claim at startup. A claim with our finalizer but without our allocation may hold
     /// devices that an earlier process did not record.
     pub(super) fn observe_first(&mut self) -> Option<Holding> {
-        self.unrecorded = match self.marks {
-            Marks {
-                finalizer: true,
-                allocation: false,
-            } => Unrecorded::Possibly(None),
-            _ => Unrecorded::Nothing,
-        };
+        if self.has_finalizer() && !self.is_ours() {
+            self.mark_uncertain();
+        }
         self.observed.then(|| self.holding())
     }
 
@@ -305,7 +299,7 @@ impl Claim {
     }
 
     pub(super) fn is_gone(&self) -> bool {
-        matches!(self.phase, ClaimPhase::Gone { .. })
+        self.phase == ClaimPhase::Gone
     }
 
     pub(super) fn is_deleting(&self) -> bool {
@@ -350,11 +344,10 @@ impl Claim {
 
     // === transactions ===
 
-    /// The transaction that allocates it, or that allocated it when it vanished.
+    /// The transaction that allocates it.
     pub(super) fn transaction(&self) -> Option<TransactionId> {
         match self.phase {
             ClaimPhase::InTransaction(id) => Some(id),
-            ClaimPhase::Gone { transaction } => transaction,
             _ => None,
         }
     }
@@ -366,10 +359,9 @@ impl Claim {
     }
 
     pub(super) fn leave_transaction(&mut self) {
-        self.phase = match self.phase {
-            ClaimPhase::Gone { .. } => ClaimPhase::Gone { transaction: None },
-            _ => ClaimPhase::Idle,
-        };
+        if !self.is_gone() {
+            self.phase = ClaimPhase::Idle;
+        }
     }
 
     /// Records a write with an unknown outcome.
@@ -419,7 +411,7 @@ impl Claim {
 
     /// Marks the allocation as wrong: another claim has precedence for its device.
     pub(super) fn mark_wrong(&mut self) {
-        self.wrong = Some(WrongAllocation::default());
+        self.wrong = self.is_ours().then(WrongAllocation::default);
     }
 
     /// Whether the allocation serves this pod alone and can be marked with [`Claim::mark_incomplete`].
@@ -452,7 +444,7 @@ impl Claim {
 
     /// Whether the allocation is wrong and no known fact forbids its rollback.
     pub(super) fn may_be_rolled_back(&self) -> bool {
-        let Some(wrong) = self.wrong.as_ref().filter(|_| self.is_ours()) else {
+        let Some(wrong) = &self.wrong else {
             return false;
         };
         match self.object.status.reserved_for.as_slice() {
@@ -487,7 +479,7 @@ impl Claim {
             vec![ClaimAction::StepAt(moment)]
         } else if self.must_be_deallocated() {
             self.deallocate()
-        } else if self.wrong.is_some() && self.is_ours() && !self.is_release_requested() {
+        } else if self.wrong.is_some() && !self.is_release_requested() {
             self.roll_back(input)
         } else if !self.object.status.reserved_for.is_empty() {
             // In use: a reserved claim is never deallocated.
@@ -562,10 +554,8 @@ impl Claim {
 
     /// Handles an answer other than the read of this claim.
     pub(super) fn answered(&mut self, answer: Answer, input: &ClaimInput, now: Moment) -> Vec<ClaimAction> {
-        if self.phase == ClaimPhase::RollingBack {
-            return self.rollback_answered(answer, input, now);
-        }
         match answer {
+            Answer::PodRead(pod) => self.pod_read(pod, input, now),
             Answer::Deallocated(Ok(())) => self.driver_deallocated(),
             Answer::Deallocated(Err(error)) => self.deallocation_failed(&error, now),
             // Not if a previous leader has recorded an allocation meanwhile, which a pod may use.
@@ -575,6 +565,11 @@ impl Claim {
                     && !self.is_ours() =>
             {
                 self.remove_finalizer()
+            }
+            Answer::ClaimWritten(Outcome::Done(_)) if self.phase == ClaimPhase::RollingBack => {
+                self.phase = ClaimPhase::Idle;
+                self.backoff.succeeded();
+                vec![ClaimAction::Step, ClaimAction::CountDeallocation]
             }
             // Removing the last finalizer deletes the claim, although the answer carries the previous resource version.
             Answer::ClaimWritten(Outcome::Done(object))
@@ -604,7 +599,6 @@ impl Claim {
                 self.unconfirmed(refusal)
             }
             Answer::ClaimRead(Ok(_))
-            | Answer::PodRead(_)
             | Answer::ContextWritten(_)
             | Answer::Evaluated(_)
             | Answer::Allocated(_) => Vec::new(),
@@ -689,9 +683,7 @@ impl Claim {
     /// Marks a claim that the server no longer has. It is kept, so that an older watch event is not mistaken for a new claim. Returns whether
     /// the driver knew it.
     pub(super) fn vanish(&mut self) -> bool {
-        self.phase = ClaimPhase::Gone {
-            transaction: self.transaction(),
-        };
+        self.phase = ClaimPhase::Gone;
         std::mem::take(&mut self.observed)
     }
 
@@ -734,42 +726,36 @@ impl Claim {
         )
     }
 
-    fn rollback_answered(&mut self, answer: Answer, input: &ClaimInput, now: Moment) -> Vec<ClaimAction> {
+    /// Handles the read of the pod that the claim is reserved for.
+    fn pod_read(
+        &mut self,
+        pod: Result<Option<Arc<Pod>>, String>,
+        input: &ClaimInput,
+        now: Moment,
+    ) -> Vec<ClaimAction> {
         self.phase = ClaimPhase::Idle;
+        if !input.pod_lacks_a_claim {
+            return self.allocation_is_right();
+        }
         let mut actions = vec![ClaimAction::Step];
-        match answer {
-            Answer::PodRead(_) if !input.pod_lacks_a_claim => actions.extend(self.allocation_is_right()),
-            Answer::PodRead(Ok(pod)) => {
-                let [user] = self.object.status.reserved_for.as_slice() else {
-                    return actions;
-                };
-                if pod.is_some_and(|pod| may_lose(&pod, user)) {
-                    if self.is_ours() && self.wrong.is_some() && !self.is_release_requested() {
-                        actions.extend(self.write_rollback(true));
-                    }
-                } else {
-                    let kept_for = Some(user.uid.clone());
-                    if let Some(wrong) = &mut self.wrong {
-                        wrong.kept_for = kept_for;
-                    }
-                    // The pod's other claims no longer wait for this one.
-                    actions.push(ClaimAction::StepUsers);
-                }
+        let Ok(pod) = pod else {
+            self.backoff.failed(now);
+            return actions;
+        };
+        let [user] = self.object.status.reserved_for.as_slice() else {
+            return actions;
+        };
+        if pod.is_some_and(|pod| may_lose(&pod, user)) {
+            if self.wrong.is_some() && !self.is_release_requested() {
+                actions.extend(self.write_rollback(true));
             }
-            Answer::ClaimWritten(Outcome::Done(_)) => {
-                self.backoff.succeeded();
-                actions.push(ClaimAction::CountDeallocation);
+        } else {
+            let kept_for = Some(user.uid.clone());
+            if let Some(wrong) = &mut self.wrong {
+                wrong.kept_for = kept_for;
             }
-            Answer::ClaimWritten(outcome) => {
-                let mut refusal = None;
-                match outcome {
-                    Outcome::Refused(message) => refusal = Some(message),
-                    Outcome::Unknown(_) => self.mark_write_uncertain(now),
-                    Outcome::Done(_) | Outcome::Conflict(_) => {}
-                }
-                self.phase = ClaimPhase::Unconfirmed { refusal };
-            }
-            _ => self.backoff.failed(now),
+            // The pod's other claims no longer wait for this one.
+            actions.push(ClaimAction::StepUsers);
         }
         actions
     }

@@ -516,15 +516,9 @@ impl Context {
 
     // === the pod ===
 
-    fn read_pod(&mut self, actions: &mut Actions) {
+    pub(super) fn read_pod(&mut self) -> Actions {
         self.phase = ContextPhase::ReadingPod { early: false };
-        actions.push(ContextAction::ReadPod);
-    }
-
-    pub(super) fn begin_to_read_pod(&mut self) -> Actions {
-        let mut actions = Vec::new();
-        self.read_pod(&mut actions);
-        actions
+        vec![ContextAction::ReadPod]
     }
 
     /// Waits for a read of the pod that was sent before the context existed.
@@ -539,7 +533,6 @@ impl Context {
         cache: &Cache,
         now: Moment,
     ) -> Actions {
-        let mut actions = Vec::new();
         let early = self.phase == ContextPhase::ReadingPod { early: true };
         // The claim names in the pod's status may have been missing at the time of an early read. The scheduler has seen them, so read
         // again.
@@ -551,9 +544,9 @@ impl Context {
                 .iter()
                 .any(|(_, resolved)| *resolved == Resolved::Awaited)
         {
-            self.read_pod(&mut actions);
-            return actions;
+            return self.read_pod();
         }
+        let mut actions = Vec::new();
         self.end_phase(&mut actions);
         match answer {
             Ok(Some(pod)) => {
@@ -633,7 +626,7 @@ impl Context {
                 self.waiting = None;
                 actions.push(ContextAction::LeaveWakeUps);
             }
-            Some(_) if matches!(self.pod, PodKnown::Served(_)) => self.read_pod(&mut actions),
+            Some(_) if matches!(self.pod, PodKnown::Served(_)) => actions.extend(self.read_pod()),
             Some(pending) => self.evaluate_or_act(key, &pod, &pending, cache, now, &mut actions),
         }
         actions
@@ -917,9 +910,7 @@ impl Context {
                 if error.kind == CallErrorKind::Invalid {
                     self.invalid = Some(input);
                     self.begin_to_wait(cache, now, &mut actions);
-                    if let Some(pod) = self.pod.pod().cloned() {
-                        self.give_up(&pod, cache, &mut actions);
-                    }
+                    self.give_up(cache, &mut actions);
                 } else {
                     self.backoff.failed(now);
                 }
@@ -935,25 +926,15 @@ impl Context {
     /// deleted and recreated, or the scheduler requests the deallocation of one claim while another is being recorded. The allocations would
     /// be held in vain, and two such pods could wait for each other forever. The scheduler requests the deallocation only of claims that are
     /// in its way on a node, and skips a node for which another claim is unsuitable (`Filter` in its `dynamicresources.go`).
-    fn give_up(&self, pod: &Pod, cache: &Cache, actions: &mut Actions) -> bool {
-        let Some(pod_uid) = pod.metadata.uid.as_deref() else {
+    fn give_up(&self, cache: &Cache, actions: &mut Actions) -> bool {
+        let Some(pod_uid) = self.owner_uid().filter(|_| self.lacks_a_claim(cache)) else {
             return false;
         };
-        if !self.lacks_a_claim(cache) {
-            return false;
-        }
-        let is_due = |key: &ObjectKey| {
-            let claim = cache.claims.get(key);
+        let is_due = |key: &&ObjectKey| {
+            let claim = cache.claims.get(*key);
             claim.is_some_and(|claim| claim.can_be_given_up_for(pod_uid))
         };
-        let claims: Vec<ObjectKey> = cache
-            .resolve_claims(self.namespace(), pod)
-            .into_iter()
-            .filter_map(|(_, resolved)| match resolved {
-                Resolved::Claim(key) if is_due(&key) => Some(key),
-                _ => None,
-            })
-            .collect();
+        let claims: Vec<ObjectKey> = self.named.iter().filter(is_due).cloned().collect();
         let any = !claims.is_empty();
         if any {
             actions.push(ContextAction::GiveUp(claims));
@@ -1031,7 +1012,7 @@ impl Context {
             self.begin_to_wait(cache, now, actions);
         }
         // First roll back the pod's own allocations: that may free the devices it needs.
-        if fits_nowhere && self.give_up(pod, cache, actions) {
+        if fits_nowhere && self.give_up(cache, actions) {
             return;
         }
         if fits_nowhere {

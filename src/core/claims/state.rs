@@ -958,7 +958,7 @@ impl ControllerState {
                 context.await_early_pod();
                 context.pod_read(Ok(Some(pod)), &self.cache, now)
             }
-            None => context.begin_to_read_pod(),
+            None => context.read_pod(),
         };
         self.act_on_context(key, actions, now);
     }

@@ -56,8 +56,8 @@ pub(super) struct TransactionInput<'a> {
 impl<'a> TransactionInput<'a> {
     /// The claim of an item, unless it is gone.
     fn claim(&self, item: &Item) -> Option<&'a Claim> {
-        let claim = self.claims.get(&item.key).filter(|claim| claim.uid() == item.uid);
-        claim.map(|claim| &**claim)
+        let claim = self.claims.get(&item.key)?;
+        (claim.uid() == item.uid && !claim.is_gone()).then_some(&**claim)
     }
 }
 
@@ -362,15 +362,16 @@ impl Transaction {
             self.failure = Some(TransactionFailure::Withdrawn);
         }
         if self.failure.is_some() {
-            self.begin_to_deallocate(|_| true);
+            self.begin(TransactionPhase::Deallocating, &ItemPhase::Done);
         } else {
-            self.restart_items(TransactionPhase::WritingStatus);
+            self.begin(TransactionPhase::WritingStatus, &ItemPhase::Done);
         }
     }
 
-    fn restart_items(&mut self, phase: TransactionPhase) {
+    /// Begins a phase for the claims with this result of the previous phase. The others keep theirs.
+    fn begin(&mut self, phase: TransactionPhase, result: &ItemPhase) {
         self.phase = phase;
-        for item in &mut self.items {
+        for item in self.items.iter_mut().filter(|item| item.phase == *result) {
             item.phase = ItemPhase::Waiting;
             item.backoff.succeeded();
         }
@@ -421,34 +422,13 @@ impl Transaction {
             actions.push(TransactionAction::End);
             return;
         }
-        if !self.begin_to_roll_back(input) {
-            self.begin_to_deallocate(|item| item.phase == ItemPhase::Failed);
-        }
-        actions.push(TransactionAction::Step);
-    }
-
-    /// Starts the rollback if it is safe, and returns whether it started.
-    fn begin_to_roll_back(&mut self, input: &TransactionInput<'_>) -> bool {
-        let any_recorded = self.items.iter().any(|item| item.phase == ItemPhase::Done);
-        // If another writer has allocated the claim that we could not record, the pod may be starting with all its claims.
-        let pod_cannot_run = self.items.iter().all(|item| {
-            item.phase == ItemPhase::Done || input.claim(item).is_none_or(|claim| !claim.is_allocated())
-        });
-        let awaits_node = input.consumer.is_some_and(|consumer| consumer.awaits_node);
-        if !any_recorded || !pod_cannot_run || !awaits_node {
-            return false;
-        }
-        self.phase = TransactionPhase::RollingBack;
-        for item in self.items.iter_mut().filter(|item| item.phase == ItemPhase::Done) {
-            item.phase = ItemPhase::Waiting;
-            item.backoff.succeeded();
-        }
-        true
+        self.begin(TransactionPhase::RollingBack, &ItemPhase::Done);
+        self.roll_back(input, actions, now);
     }
 
     fn roll_back(&mut self, input: &TransactionInput<'_>, actions: &mut Vec<TransactionAction>, now: Moment) {
-        // A write with an unknown outcome is repeated seconds later; meanwhile another driver may have allocated the missing claim, for
-        // example after its class changed.
+        // If another writer has allocated the claim that we could not record, the pod may be starting with all its claims. A write with an
+        // unknown outcome is repeated seconds later, so this may also happen meanwhile, for example after the claim's class changed.
         let lacks_a_claim = self
             .items
             .iter()
@@ -461,13 +441,12 @@ impl Transaction {
             .iter_mut()
             .filter(|item| item.phase == ItemPhase::Waiting)
         {
-            let known = input.claim(item);
+            let known = input.claim(item).filter(|_| is_right);
             // A late allocation write must find the claim allocated: wait until none can be stored any more.
             if let Some(moment) = known.and_then(|known| known.late_write_until(now)) {
                 actions.push(TransactionAction::StepAt(moment));
                 continue;
             }
-            let known = known.filter(|_| is_right);
             match known.and_then(|known| item.rollback(known, pod_uid)) {
                 Some(write) => item.write(write, actions, now),
                 None => item.phase = ItemPhase::Done,
@@ -478,19 +457,8 @@ impl Transaction {
             .iter()
             .all(|item| matches!(item.phase, ItemPhase::Done | ItemPhase::Failed))
         {
-            self.begin_to_deallocate(|item| item.phase == ItemPhase::Failed);
+            self.begin(TransactionPhase::Deallocating, &ItemPhase::Failed);
             actions.push(TransactionAction::Step);
-        }
-    }
-
-    /// Deallocates the claims that `which` selects; the others count as done.
-    fn begin_to_deallocate(&mut self, which: impl Fn(&Item) -> bool) {
-        let selected: Vec<bool> = self.items.iter().map(which).collect();
-        self.restart_items(TransactionPhase::Deallocating);
-        for (item, selected) in self.items.iter_mut().zip(selected) {
-            if !selected {
-                item.phase = ItemPhase::Done;
-            }
         }
     }
 
@@ -553,14 +521,16 @@ impl Transaction {
         let Some(item) = self.items.iter_mut().find(|item| item.uid == uid) else {
             return ItemResult::Continues;
         };
-        if phase == TransactionPhase::RollingBack {
-            return item.rollback_answered(answer, known, now);
-        }
         let is_status = phase == TransactionPhase::WritingStatus;
+        let is_rollback = phase == TransactionPhase::RollingBack;
         let mut known = known;
         let mut refused = None;
         let mut result = ItemResult::Continues;
         match answer {
+            Answer::ClaimWritten(Outcome::Done(_)) if is_rollback => {
+                item.phase = ItemPhase::Failed;
+                result = ItemResult::RolledBack;
+            }
             Answer::ClaimWritten(Outcome::Done(_)) => item.phase = ItemPhase::Done,
             Answer::Deallocated(Ok(())) => {
                 item.phase = ItemPhase::Done;
@@ -579,7 +549,7 @@ impl Transaction {
             Answer::ClaimWritten(Outcome::Unknown(message)) => {
                 item.phase = ItemPhase::Unconfirmed { refusal: None };
                 item.unclear += 1;
-                if item.unclear > WRITES_BEFORE_REPORT {
+                if item.unclear > WRITES_BEFORE_REPORT && !is_rollback {
                     result = ItemResult::Unclear(message);
                 }
                 item.may_be_recorded |= is_status;
@@ -588,6 +558,10 @@ impl Transaction {
                         claim.mark_allocation_uncertain(item.needed_version.take(), now);
                     } else {
                         claim.mark_write_uncertain(now);
+                    }
+                    // If a rollback is stored later after all, the driver must deallocate.
+                    if is_rollback {
+                        claim.mark_uncertain();
                     }
                 }
             }
@@ -605,7 +579,13 @@ impl Transaction {
                     claim.clear_late_writes();
                 }
                 if item.phase == ItemPhase::Waiting && refusal.is_some() {
-                    item.phase = ItemPhase::Failed;
+                    // If the server refuses a rollback, the allocation stays. The scheduler requests its deallocation if the pod fits
+                    // nowhere.
+                    item.phase = if is_rollback {
+                        ItemPhase::Done
+                    } else {
+                        ItemPhase::Failed
+                    };
                 }
                 if item.phase == ItemPhase::Failed {
                     if is_status && let Some(claim) = &mut known {
@@ -751,6 +731,9 @@ impl Item {
             return ItemPhase::Failed;
         };
         match (phase, &object.status.allocation) {
+            (TransactionPhase::RollingBack, allocation) if *allocation != self.allocation => {
+                ItemPhase::Failed
+            }
             (TransactionPhase::WritingStatus, Some(allocation)) => {
                 let ours = object.status.driver_name.as_deref() == Some(driver_name)
                     && Some(allocation) == self.allocation.as_ref();
@@ -779,50 +762,6 @@ impl Item {
             version,
             reserved: !status.reserved_for.is_empty(),
         })
-    }
-
-    /// Handles an answer for a claim that is being rolled back.
-    fn rollback_answered(&mut self, answer: Answer, known: Option<&mut Claim>, now: Moment) -> ItemResult {
-        match answer {
-            Answer::ClaimWritten(Outcome::Done(_)) => {
-                self.phase = ItemPhase::Failed;
-                return ItemResult::RolledBack;
-            }
-            Answer::ClaimWritten(Outcome::Refused(message)) => {
-                self.phase = ItemPhase::Unconfirmed {
-                    refusal: Some(message),
-                };
-            }
-            Answer::ClaimWritten(Outcome::Conflict(_)) => {
-                self.phase = ItemPhase::Unconfirmed { refusal: None };
-            }
-            Answer::ClaimWritten(Outcome::Unknown(_)) => {
-                self.phase = ItemPhase::Unconfirmed { refusal: None };
-                if let Some(claim) = known {
-                    claim.mark_write_uncertain(now);
-                    // If this write is stored later after all, the driver must deallocate.
-                    claim.mark_uncertain();
-                }
-            }
-            Answer::ClaimRead(Ok(object)) => {
-                self.backoff.failed(now);
-                let refused = self.phase.take_refusal().is_some();
-                let is_recorded = object.is_some_and(|object| {
-                    object.metadata.uid.as_deref() == Some(&self.uid)
-                        && object.status.allocation.is_some()
-                        && object.status.allocation == self.allocation
-                });
-                self.phase = match (is_recorded, refused) {
-                    (true, false) => ItemPhase::Waiting,
-                    // The server refuses the rollback: the allocation stays. The scheduler requests its deallocation if the pod fits nowhere.
-                    (true, true) => ItemPhase::Done,
-                    (false, _) => ItemPhase::Failed,
-                };
-            }
-            Answer::ClaimRead(Err(_)) => self.read_failed(now),
-            _ => {}
-        }
-        ItemResult::Continues
     }
 }
 
