@@ -14,7 +14,7 @@ use hyper_util::client::legacy::connect::{Connect, HttpConnector};
 use hyper_util::rt::TokioExecutor;
 use kube::Client;
 use kube::client::{Body, ClientBuilder, ConfigExt as _};
-use kube::config::{Config, Context, KubeConfigOptions, Kubeconfig};
+use kube::config::{Cluster, Config, Context, KubeConfigOptions, Kubeconfig};
 use tower::util::{BoxService, MapErrLayer};
 use tower::{BoxError, ServiceBuilder};
 
@@ -146,9 +146,14 @@ async fn selected(content: Kubeconfig, options: &KubeConfigOptions) -> Result<Co
         return Err("it has no current context; set one with `kubectl config use-context`".to_owned());
     }
     has_user(&content, options)?;
-    let config = Config::from_custom_kubeconfig(content, options)
+    let has_proxy = cluster(&content, options).is_some_and(|cluster| cluster.proxy_url.is_some());
+    let mut config = Config::from_custom_kubeconfig(content, options)
         .await
         .map_err(|error| error.to_string())?;
+    if !has_proxy {
+        // Without support for proxies, kube takes that of HTTPS_PROXY even if NO_PROXY excludes the server.
+        config.proxy_url = None;
+    }
     has_scheme(&config.cluster_url).map_err(|error| format!("the server {}: {error}", config.cluster_url))?;
     Ok(config)
 }
@@ -181,13 +186,18 @@ fn has_user(content: &Kubeconfig, options: &KubeConfigOptions) -> Result<(), Str
     }
 }
 
-/// Returns the CA file that the kubeconfig names, if any. kube re-reads the file about once a minute, as in a pod, so
-/// it can be replaced at run time. A CA embedded in the kubeconfig is read once.
-fn authority_file(content: &Kubeconfig, options: &KubeConfigOptions) -> Option<PathBuf> {
+/// Returns the selected cluster.
+fn cluster<'a>(content: &'a Kubeconfig, options: &KubeConfigOptions) -> Option<&'a Cluster> {
     let named = context(content, options)?;
     let cluster = options.cluster.as_ref().unwrap_or(&named.cluster);
     let known = content.clusters.iter().find(|known| known.name == *cluster)?;
-    let cluster = known.cluster.as_ref()?;
+    known.cluster.as_ref()
+}
+
+/// Returns the CA file that the kubeconfig names, if any. kube re-reads the file about once a minute, as in a pod, so
+/// it can be replaced at run time. A CA embedded in the kubeconfig is read once.
+fn authority_file(content: &Kubeconfig, options: &KubeConfigOptions) -> Option<PathBuf> {
+    let cluster = cluster(content, options)?;
     match &cluster.certificate_authority_data {
         Some(_) => None,
         None => cluster.certificate_authority.as_ref().map(PathBuf::from),

@@ -27,6 +27,7 @@ use tokio::sync::{Mutex as AsyncMutex, MutexGuard, OwnedMutexGuard, oneshot};
 use crate::api::crd::{ATTRIBUTE_NAME_MAX, EXPRESSION_MAX, REQUESTS_MAX, SELECTORS_MAX};
 use crate::core::allocation::inventory::{Attribute, AttributeSet, Match};
 use crate::core::allocation::parameters::CheckedSelector;
+use crate::core::scheduler::Evaluate;
 use crate::driver::DriverError;
 
 /// Stack size in bytes of the thread that parses and evaluates expressions. The limits on expressions keep their stack usage well
@@ -1153,15 +1154,14 @@ impl<'f> ExpressionChecker<'f> {
 }
 
 /// Compiled selectors of structured mode. [`with_selectors`] provides the stack that they need.
-#[allow(missing_debug_implementations, reason = "the context of CEL has none")]
-pub struct DeviceSelectors {
+struct DeviceSelectors {
     environment: CelEnvironment,
     programs: BTreeMap<String, Result<Compiled, String>>,
 }
 
 impl DeviceSelectors {
     /// Evaluates an expression against a device of a driver. An invalid expression fails on every device.
-    pub fn evaluate(&mut self, expression: &str, driver: &str, device: &Device) -> Match {
+    fn evaluate(&mut self, expression: &str, driver: &str, device: &Device) -> Match {
         if !self.programs.contains_key(expression) {
             let compiled = Compiled::structured(expression);
             self.programs.insert(expression.to_owned(), compiled);
@@ -1174,8 +1174,8 @@ impl DeviceSelectors {
     }
 }
 
-/// Runs `work` on a thread with a stack of [`STACK`] bytes, and waits for it.
-pub fn with_selectors<T: Send>(work: impl FnOnce(&mut DeviceSelectors) -> T + Send) -> Result<T, String> {
+/// Runs `work`, which evaluates selectors, on a thread with a stack of [`STACK`] bytes, and waits for it.
+pub fn with_selectors<T: Send>(work: impl FnOnce(&mut Evaluate<'_>) -> T + Send) -> Result<T, String> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new()
             .name("selectors".to_owned())
@@ -1185,7 +1185,7 @@ pub fn with_selectors<T: Send>(work: impl FnOnce(&mut DeviceSelectors) -> T + Se
                 environment: CelEnvironment::new(""),
                 programs: BTreeMap::new(),
             };
-            work(&mut selectors)
+            work(&mut |expression, driver, device| selectors.evaluate(expression, driver, device))
         };
         let running = thread
             .spawn_scoped(scope, run)

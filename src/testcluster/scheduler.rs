@@ -437,14 +437,10 @@ impl ClusterObjects {
             allocated_devices: &allocated_devices,
         };
         let requested: Vec<&ResourceClaim> = self.requested.iter().collect();
-        let allocated = with_selectors(|selectors| {
-            allocate_claims(
-                cluster,
-                node,
-                &requested,
-                &mut |expression, driver, device| selectors.evaluate(expression, driver, device),
-                &mut || client.server.source.uid(),
-            )
+        let allocated = with_selectors(|evaluate| {
+            allocate_claims(cluster, node, &requested, evaluate, &mut || {
+                client.server.source.uid()
+            })
         })?;
         allocated.map_err(|refusal| refusal.to_string())
     }

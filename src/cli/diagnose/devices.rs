@@ -225,7 +225,7 @@ pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceCl
         let spec = &inventory.spec;
         let unready = unready(inventory);
         for device in &spec.devices {
-            let shares = device.shares.map_or(1, |shares| shares as usize);
+            let shares = device.shares.map_or(1, |shares| shares.max(1) as usize);
             let place = (spec.node_uid.clone(), device.name.clone());
             let mut holders = held
                 .remove(&place)

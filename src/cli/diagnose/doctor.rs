@@ -1,6 +1,7 @@
 //! Checks an installation; each finding comes with its fix.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Display;
 
 use jiff::{SignedDuration, Timestamp};
 use schemars::JsonSchema;
@@ -84,9 +85,27 @@ impl DoctorFinding {
         Self::warning(
             "rights",
             error,
-            "ask for this permission, or run the command with an account that has it",
+            "if a permission is missing, ask for it, or run the command with an account that has it; else run the command again",
         )
     }
+}
+
+/// Joins the findings of checks. Read errors come last, each once: several checks read the same objects.
+pub fn joined<E: Display>(checks: Vec<Result<Vec<DoctorFinding>, E>>) -> Vec<DoctorFinding> {
+    let (mut findings, mut unread) = (Vec::new(), Vec::new());
+    for check in checks {
+        match check {
+            Ok(found) => findings.extend(found),
+            Err(error) => {
+                let finding = DoctorFinding::unread(&error.to_string());
+                if !unread.contains(&finding) {
+                    unread.push(finding);
+                }
+            }
+        }
+    }
+    findings.extend(unread);
+    findings
 }
 
 /// Lists three names and counts the others.
@@ -210,32 +229,29 @@ pub fn lease(
 ) -> DoctorFinding {
     let check = "controller";
     match lease {
-        None if !needs_claims => {
-            DoctorFinding::fine(check, "no controller leads; extended resources need none")
+        Some((renewed, duration, holder))
+            if !holder.is_empty() && now.duration_since(renewed) <= duration =>
+        {
+            DoctorFinding::fine(check, format!("{holder} leads"))
         }
+        _ if !needs_claims => DoctorFinding::fine(check, "no controller leads; extended resources need none"),
         None => DoctorFinding::warning(
             check,
             "the driver has no Lease, so it is unknown whether a controller runs",
             "check that its Deployment is ready; with --leader-elect it holds a Lease",
         ),
-        Some((renewed, duration, holder)) => {
-            let age = now.duration_since(renewed);
-            let seconds = age.as_secs();
-            if holder.is_empty() {
-                DoctorFinding::problem(
-                    check,
-                    "no controller leads",
-                    "start one: kubectl get deployments -A",
-                )
-            } else if age > duration {
-                DoctorFinding::problem(
-                    check,
-                    format!("{holder} stopped leading {seconds} s ago, and no controller has taken over"),
-                    "check the controller's pods and logs",
-                )
-            } else {
-                DoctorFinding::fine(check, format!("{holder} leads"))
-            }
+        Some((_, _, "")) => DoctorFinding::problem(
+            check,
+            "no controller leads",
+            "start one: kubectl get deployments -A",
+        ),
+        Some((renewed, _, holder)) => {
+            let seconds = now.duration_since(renewed).as_secs();
+            DoctorFinding::problem(
+                check,
+                format!("{holder} stopped leading {seconds} s ago, and no controller has taken over"),
+                "check the controller's pods and logs",
+            )
         }
     }
 }
@@ -379,6 +395,10 @@ mod tests {
         assert_eq!(level(3, ""), Level::Problem);
         assert_eq!(lease(None, now, true).level, Level::Warning);
         assert_eq!(lease(None, now, false).level, Level::Fine);
+        // Extended resources need no controller, even if one has run before.
+        let ended = |holder| Some((renewed(60), SignedDuration::from_secs(15), holder));
+        assert_eq!(lease(ended("pod-a"), now, false).level, Level::Fine);
+        assert_eq!(lease(ended(""), now, false).level, Level::Fine);
     }
 
     #[test]

@@ -144,9 +144,14 @@ fn current_step(
     nodes: Option<&[Node]>,
     pods: Option<&[PartialPod]>,
 ) -> (ExtendedResourceStep, String, String, Vec<NodeExplanation>) {
-    let node = pod.node_name();
-    let node = match (node, nodes) {
+    let status = pod.status.as_ref();
+    let phase = status
+        .and_then(|status| status.phase.as_deref())
+        .unwrap_or_default();
+    let has_ended = matches!(phase, "Succeeded" | "Failed");
+    let node = match (pod.node_name(), nodes) {
         (Some(node), _) => node,
+        (None, _) if has_ended => "no node",
         (None, Some(nodes)) => return waiting(resource, amount, nodes, pods),
         (None, None) => {
             let because = "no node is selected, and the nodes that offer it are unknown".to_owned();
@@ -159,10 +164,6 @@ fn current_step(
             );
         }
     };
-    let status = pod.status.as_ref();
-    let phase = status
-        .and_then(|status| status.phase.as_deref())
-        .unwrap_or_default();
     let reason = status.and_then(|status| status.reason.as_deref());
     let (step, because, advice) = match (phase, reason) {
         ("Failed", Some(NOT_ADMITTED)) => {
@@ -175,7 +176,7 @@ fn current_step(
                 "delete the pod: kubelet does not retry it, and its owner creates another one",
             )
         }
-        ("Succeeded" | "Failed", _) => (
+        _ if has_ended => (
             ExtendedResourceStep::Ended,
             format!("the pod has {}", phase.to_lowercase()),
             "",
@@ -200,12 +201,18 @@ fn waiting(
     nodes: &[Node],
     pods: Option<&[PartialPod]>,
 ) -> (ExtendedResourceStep, String, String, Vec<NodeExplanation>) {
+    let used = pods.map(|pods| used(pods, resource));
     let offering: Vec<(&str, u64)> = nodes.iter().filter_map(|node| offers(node, resource)).collect();
     let fits: Vec<NodeExplanation> = offering
         .iter()
         .map(|(node, offered)| NodeExplanation {
             node: (*node).to_owned(),
-            reason: why_not(*offered, amount, pods.map(|pods| used(pods, node, resource))),
+            reason: why_not(
+                *offered,
+                amount,
+                used.as_ref()
+                    .map(|used| used.get(node).copied().unwrap_or_default()),
+            ),
         })
         .collect();
     let able = fits.iter().filter(|fit| fit.reason.is_none()).count();
@@ -251,15 +258,20 @@ fn offers<'a>(node: &'a Node, resource: &str) -> Option<(&'a str, u64)> {
     Some((node.metadata.name.as_deref().unwrap_or_default(), number(amount)))
 }
 
-/// Sums the amount that the pods on a node use.
-fn used(pods: &[PartialPod], node: &str, resource: &str) -> u64 {
-    let there = pods.iter().filter(|pod| {
+/// Sums the amounts that pods use, by node.
+fn used<'a>(pods: &'a [PartialPod], resource: &str) -> BTreeMap<&'a str, u64> {
+    let mut used: BTreeMap<&str, u64> = BTreeMap::new();
+    for pod in pods {
         let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
-        pod.node_name() == Some(node) && !matches!(phase, Some("Succeeded" | "Failed"))
-    });
-    there
-        .filter_map(|pod| requested(pod).remove(resource))
-        .fold(0, u64::saturating_add)
+        if let Some(node) = pod.node_name()
+            && !matches!(phase, Some("Succeeded" | "Failed"))
+            && let Some(amount) = requested(pod).remove(resource)
+        {
+            let sum = used.entry(node).or_default();
+            *sum = sum.saturating_add(amount);
+        }
+    }
+    used
 }
 
 fn why_not(offered: u64, amount: u64, used: Option<u64>) -> Option<String> {
@@ -417,6 +429,10 @@ mod tests {
         ] {
             assert_eq!(one(&asking("1", Some("a"), phase), &[], None).step, step);
         }
+        // The scheduler did not bind it before it ended.
+        let unbound = asking("1", None, "Failed");
+        let explanation = one(&unbound, &[node("a", "1")], Some(&[]));
+        assert_eq!(explanation.step, ExtendedResourceStep::Ended);
         let mut refused = asking("1", Some("a"), "Failed");
         let status = refused.status.as_mut().unwrap();
         status.reason = Some(NOT_ADMITTED.to_owned());

@@ -80,54 +80,37 @@ pub fn api_server(answer: &GateState) -> DoctorFinding {
 
 /// Checks the answers of the kubelets on the driver's nodes, by node.
 pub fn kubelets(answers: &BTreeMap<String, GateState>) -> Vec<DoctorFinding> {
-    let nodes = |matches: fn(&GateState) -> bool| -> Vec<&str> {
+    let on_nodes = |matches: fn(&GateState) -> bool| {
         let found = answers.iter().filter(|(_, answer)| matches(answer));
-        found.map(|(node, _)| node.as_str()).collect()
+        let found: Vec<&str> = found.map(|(node, _)| node.as_str()).collect();
+        (!found.is_empty()).then(|| some(&found))
     };
-    let mut findings = Vec::new();
-    let off = nodes(|answer| *answer == GateState::Off);
-    if !off.is_empty() {
-        findings.push(DoctorFinding::problem(
+    let off = on_nodes(|answer| *answer == GateState::Off).map(|nodes| {
+        DoctorFinding::problem(
             CHECK,
-            format!(
-                "kubelet has {GATE} off on {}, so that pods with claims get no device there",
-                some(&off)
-            ),
+            format!("kubelet has {GATE} off on {nodes}, so that pods with claims get no device there"),
             format!(
                 "set featureGates: {{{GATE}: true}} in kubelet's configuration there, and restart kubelet"
             ),
-        ));
-    }
-    let on = nodes(|answer| *answer == GateState::On);
-    if !on.is_empty() {
-        findings.push(DoctorFinding::fine(
-            CHECK,
-            format!("kubelet has {GATE} on on {}", some(&on)),
-        ));
-    }
-    let silent = nodes(|answer| *answer == GateState::Silent);
-    if !silent.is_empty() {
-        findings.push(DoctorFinding::note(
-            CHECK,
-            format!("kubelet does not report {GATE} on {}", some(&silent)),
-        ));
-    }
-    let not_asked = nodes(|answer| matches!(answer, GateState::NotAsked(_)));
+        )
+    });
+    let on = on_nodes(|answer| *answer == GateState::On)
+        .map(|nodes| DoctorFinding::fine(CHECK, format!("kubelet has {GATE} on on {nodes}")));
+    let silent = on_nodes(|answer| *answer == GateState::Silent)
+        .map(|nodes| DoctorFinding::note(CHECK, format!("kubelet does not report {GATE} on {nodes}")));
     let why = answers.values().find_map(|answer| match answer {
         GateState::NotAsked(why) => Some(why),
         _ => None,
     });
-    if let Some(why) = why {
-        findings.push(DoctorFinding::note(
-            CHECK,
-            format!(
-                "the state of {GATE} in kubelet is unknown (it needs the verb get on nodes/proxy) on {}: {why}; \
-                 `drayman doctor --this-node` there reads its configuration",
-                some(&not_asked)
-            ),
-        ));
-    }
-    findings
+    let not_asked = on_nodes(|answer| matches!(answer, GateState::NotAsked(_))).zip(why);
+    let not_asked = not_asked.map(|(nodes, why)| {
+        let message = format!(
+            "the state of {GATE} in kubelet is unknown (it needs the verb get on nodes/proxy) on {nodes}: {why}; \
+             `drayman doctor --this-node` there reads its configuration"
+        );
+        DoctorFinding::note(CHECK, message)
+    });
+    [off, on, silent, not_asked].into_iter().flatten().collect()
 }
 
 /// Checks the scheduler and the controller manager by the state of pods with claims; the API server does not proxy

@@ -26,51 +26,33 @@ pub struct Dependent {
     pub status: String,
 }
 
-/// Input of [`dependents`].
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Objects<'a> {
-    /// All classes.
-    pub classes: &'a [ResourceClass],
-    /// All claims.
-    pub claims: &'a [ResourceClaim],
-    /// All templates of claims.
-    pub templates: &'a [ResourceClaimTemplate],
-    /// All pods.
-    pub pods: &'a [Pod],
-}
-
 /// Lists the objects that depend on classic DRA in deletion order: pods, their claims, templates, classes. Omits
 /// classes with structured parameters and the objects that use them.
-pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
+pub fn dependents(
+    classes: &[ResourceClass],
+    claims: &[ResourceClaim],
+    templates: &[ResourceClaimTemplate],
+    pods: &[Pod],
+) -> Vec<Dependent> {
     let name = |class: &ResourceClass| class.metadata.name.clone().unwrap_or_default();
-    let structured: BTreeSet<String> = objects
-        .classes
-        .iter()
-        .filter(|class| class.structured_parameters == Some(true))
-        .map(name)
-        .collect();
-    let drivers: BTreeMap<String, String> = objects
-        .classes
+    let is_structured = |class: &&ResourceClass| class.structured_parameters == Some(true);
+    let structured: BTreeSet<String> = classes.iter().filter(is_structured).map(name).collect();
+    let drivers: BTreeMap<String, String> = classes
         .iter()
         .map(|class| (name(class), class.driver_name.clone()))
         .collect();
-    let classic_claim = |claim: &&ResourceClaim| !structured.contains(&claim.spec.resource_class_name);
-    let claims: Vec<_> = objects.claims.iter().filter(classic_claim).collect();
+    let (structured_claims, claims): (Vec<_>, Vec<_>) = claims
+        .iter()
+        .partition(|claim| structured.contains(&claim.spec.resource_class_name));
+    let (structured_templates, templates): (Vec<_>, Vec<_>) = templates
+        .iter()
+        .partition(|template| structured.contains(&template.spec.spec.resource_class_name));
     // A pod is omitted if it has ended or if all its claims and templates are structured.
-    let structured_claims: BTreeSet<String> = objects
-        .claims
-        .iter()
-        .filter(|claim| structured.contains(&claim.spec.resource_class_name))
-        .map(qualified_name)
-        .collect();
-    let structured_templates: BTreeSet<String> = objects
-        .templates
-        .iter()
-        .filter(|template| structured.contains(&template.spec.spec.resource_class_name))
-        .map(qualified_name)
-        .collect();
+    let structured_claims: BTreeSet<String> = structured_claims.into_iter().map(qualified_name).collect();
+    let structured_templates: BTreeSet<String> =
+        structured_templates.into_iter().map(qualified_name).collect();
     let mut dependents = Vec::new();
-    for pod in objects.pods {
+    for pod in pods {
         let phase = pod.status.phase.as_deref().unwrap_or("Pending");
         if matches!(phase, "Succeeded" | "Failed") {
             continue;
@@ -103,26 +85,22 @@ pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
             status: status(claim),
         });
     }
-    for template in objects.templates {
+    for template in templates {
         let class = &template.spec.spec.resource_class_name;
-        if !structured.contains(class) {
-            dependents.push(Dependent {
-                kind: "ResourceClaimTemplate",
-                name: qualified_name(template),
-                driver: drivers.get(class).cloned(),
-                status: format!("of class {class}"),
-            });
-        }
+        dependents.push(Dependent {
+            kind: "ResourceClaimTemplate",
+            name: qualified_name(template),
+            driver: drivers.get(class).cloned(),
+            status: format!("of class {class}"),
+        });
     }
-    for class in objects.classes {
-        if class.structured_parameters != Some(true) {
-            dependents.push(Dependent {
-                kind: "ResourceClass",
-                name: name(class),
-                driver: Some(class.driver_name.clone()),
-                status: "not structured".to_owned(),
-            });
-        }
+    for class in classes.iter().filter(|class| !is_structured(class)) {
+        dependents.push(Dependent {
+            kind: "ResourceClass",
+            name: name(class),
+            driver: Some(class.driver_name.clone()),
+            status: "not structured".to_owned(),
+        });
     }
     dependents
 }
@@ -206,12 +184,7 @@ mod tests {
             "spec": { "resourceClaims": [{ "name": "r", "source": { "resourceClaimTemplateName": "each" } }] },
             "status": { "phase": "Running" },
         }));
-        let found = dependents(Objects {
-            classes: &[class],
-            claims: &[claim],
-            templates: &[template],
-            pods: &[pod],
-        });
+        let found = dependents(&[class], &[claim], &[template], &[pod]);
         assert_eq!(
             kinds(&found),
             [
@@ -244,13 +217,7 @@ mod tests {
                 "status": { "phase": "Succeeded" },
             })),
         ];
-        let objects = Objects {
-            classes: &[class],
-            claims: &[claim],
-            templates: &[],
-            pods: &pods,
-        };
-        assert_eq!(dependents(objects), []);
+        assert_eq!(dependents(&[class], &[claim], &[], &pods), []);
     }
 
     #[test]
@@ -258,11 +225,8 @@ mod tests {
         let claim = read(json!({
             "metadata": { "namespace": "shop", "name": "one" }, "spec": { "resourceClassName": "gone" },
         }));
-        let objects = Objects {
-            claims: &[claim],
-            ..Objects::default()
-        };
-        assert_eq!(kinds(&dependents(objects)), [("ResourceClaim", "shop/one")]);
+        let found = dependents(&[], &[claim], &[], &[]);
+        assert_eq!(kinds(&found), [("ResourceClaim", "shop/one")]);
     }
 
     #[test]

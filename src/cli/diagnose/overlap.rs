@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::doctor::{DoctorFinding, some};
 use super::leftovers::held_by;
-use crate::api::crd::{NodeInventory, READY};
+use crate::api::crd::NodeInventory;
 use crate::api::resource::ResourceClaim;
+use crate::core::allocation::inventory::unready;
 
 /// Name of the check.
 const CHECK: &str = "driver name";
@@ -76,10 +77,7 @@ pub fn companions(driver: &str, releases: &BTreeSet<String>) -> Option<DoctorFin
 
 /// The same as [`unserved`] in classic mode, for drivers with inventories: a companion that stops sets its inventory to not ready.
 pub fn unserved_inventories(inventories: &[NodeInventory], claims: &[ResourceClaim]) -> Vec<DoctorFinding> {
-    let is_ready = |inventory: &&NodeInventory| {
-        let mut conditions = inventory.status.iter().flat_map(|status| &status.conditions);
-        conditions.any(|condition| condition.type_ == READY && condition.status == "True")
-    };
+    let is_ready = |inventory: &&NodeInventory| unready(inventory).is_none();
     let driver = |inventory: &'_ NodeInventory| inventory.spec.driver_name.clone();
     let listed: BTreeSet<String> = inventories.iter().map(driver).collect();
     let served: BTreeSet<String> = inventories.iter().filter(is_ready).map(driver).collect();

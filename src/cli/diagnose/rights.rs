@@ -22,48 +22,29 @@ impl fmt::Display for Component {
     }
 }
 
-/// Verbs on resources of one API group, as in a rule of a role.
-struct PolicyRule {
-    /// The API group; empty for the core group.
-    group: &'static str,
-    /// Resources; a subresource follows a slash.
-    resources: &'static [&'static str],
-    verbs: &'static [&'static str],
-}
-
-const fn rule(
-    group: &'static str,
-    resources: &'static [&'static str],
-    verbs: &'static [&'static str],
-) -> PolicyRule {
-    PolicyRule {
-        group,
-        resources,
-        verbs,
-    }
-}
+/// A rule of a role: the API group (empty for the core group), the resources (a subresource follows a slash) and the verbs.
+type PolicyRule = (&'static str, &'static [&'static str], &'static [&'static str]);
 
 /// The controller's cluster-wide permissions.
-const CONTROLLER: [PolicyRule; 7] = [
-    rule("resource.k8s.io", &["resourceclasses"], &["get", "list", "watch"]),
-    rule(
+const CONTROLLER: [PolicyRule; 6] = [
+    (
+        "resource.k8s.io",
+        &["resourceclasses", "podschedulingcontexts"],
+        &["get", "list", "watch"],
+    ),
+    (
         "resource.k8s.io",
         &["resourceclaims"],
         &["get", "list", "watch", "patch"],
     ),
-    rule(
-        "resource.k8s.io",
-        &["podschedulingcontexts"],
-        &["get", "list", "watch"],
-    ),
-    rule(
+    (
         "resource.k8s.io",
         &["resourceclaims/status", "podschedulingcontexts/status"],
         &["patch"],
     ),
-    rule("", &["pods"], &["get"]),
-    rule("events.k8s.io", &["events"], &["create"]),
-    rule(
+    ("", &["pods"], &["get"]),
+    ("events.k8s.io", &["events"], &["create"]),
+    (
         "drayman.dev",
         &[
             "nodeinventories",
@@ -76,21 +57,21 @@ const CONTROLLER: [PolicyRule; 7] = [
 
 /// A companion's cluster-wide permissions.
 const NODE: [PolicyRule; 4] = [
-    rule("", &["nodes"], &["get"]),
-    rule("resource.k8s.io", &["resourceclaims"], &["get", "list"]),
-    rule(
+    ("", &["nodes"], &["get"]),
+    ("resource.k8s.io", &["resourceclaims"], &["get", "list"]),
+    (
         "drayman.dev",
         &["nodeinventories"],
         &["get", "list", "watch", "create", "patch"],
     ),
-    rule("drayman.dev", &["nodeinventories/status"], &["patch"]),
+    ("drayman.dev", &["nodeinventories/status"], &["patch"]),
 ];
 
 /// A companion's cluster-wide permissions in structured mode.
 const STRUCTURED_NODE: [PolicyRule; 3] = [
-    rule("", &["nodes"], &["get"]),
-    rule("resource.k8s.io", &["resourceclaims"], &["get", "list"]),
-    rule(
+    ("", &["nodes"], &["get"]),
+    ("resource.k8s.io", &["resourceclaims"], &["get", "list"]),
+    (
         "resource.k8s.io",
         &["resourceslices"],
         &["get", "list", "watch", "create", "update", "delete"],
@@ -98,23 +79,23 @@ const STRUCTURED_NODE: [PolicyRule; 3] = [
 ];
 
 /// Additional permissions of a companion for devices of mode `both`.
-const NODE_OF_BOTH: PolicyRule = rule("resource.k8s.io", &["resourceclaims"], &["watch"]);
+const NODE_OF_BOTH: PolicyRule = ("resource.k8s.io", &["resourceclaims"], &["watch"]);
 /// A companion's permissions in the namespace of Node events.
-const NODE_EVENTS: PolicyRule = rule("events.k8s.io", &["events"], &["create"]);
+const NODE_EVENTS: PolicyRule = ("events.k8s.io", &["events"], &["create"]);
 /// Namespace of events about cluster-scoped objects.
 const EVENTS_NAMESPACE: &str = "default";
 
 /// A controller's permissions in the Lease's namespace, with leader election.
-const LEASES: PolicyRule = rule("coordination.k8s.io", &["leases"], &["create"]);
+const LEASES: PolicyRule = ("coordination.k8s.io", &["leases"], &["create"]);
 /// A controller's permissions on the Lease itself.
-const LEASE: PolicyRule = rule("coordination.k8s.io", &["leases"], &["get", "update"]);
+const LEASE: PolicyRule = ("coordination.k8s.io", &["leases"], &["get", "update"]);
 /// A controller's permissions on Leases in other namespaces: another release may use the same driver name.
-const LEASES_ELSEWHERE: PolicyRule = rule("coordination.k8s.io", &["leases"], &["list"]);
+const LEASES_ELSEWHERE: PolicyRule = ("coordination.k8s.io", &["leases"], &["list"]);
 
 /// Permissions of a component whose metrics are for authenticated scrapers only.
 const REVIEWS: [PolicyRule; 2] = [
-    rule("authentication.k8s.io", &["tokenreviews"], &["create"]),
-    rule("authorization.k8s.io", &["subjectaccessreviews"], &["create"]),
+    ("authentication.k8s.io", &["tokenreviews"], &["create"]),
+    ("authorization.k8s.io", &["subjectaccessreviews"], &["create"]),
 ];
 
 /// Name of a controller's Lease.
@@ -195,7 +176,7 @@ fn everywhere(rules: &[PolicyRule]) -> Vec<Right> {
 }
 
 fn each(rule: &PolicyRule, namespace: &str, name: &str) -> Vec<Right> {
-    let (group, verbs) = (rule.group, rule.verbs);
+    let (group, resources, verbs) = *rule;
     let of = |resource: &'static str| {
         verbs.iter().map(move |verb| Right {
             verb,
@@ -205,7 +186,7 @@ fn each(rule: &PolicyRule, namespace: &str, name: &str) -> Vec<Right> {
             name: name.to_owned(),
         })
     };
-    rule.resources.iter().copied().flat_map(of).collect()
+    resources.iter().copied().flat_map(of).collect()
 }
 
 /// Reports the permissions that a component's account lacks.

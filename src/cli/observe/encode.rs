@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt::Result;
 
 use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, MetricEncoder, NoLabelSet};
-use prometheus_client::metrics::MetricType;
 
 use super::reasons::By;
-use super::table::{self, MetricKind, Series};
+use super::table::{self, Series};
 use crate::core::distribution::Distribution;
 
 /// Encodes one metric; `values` writes its samples.
@@ -16,21 +15,13 @@ pub(super) fn series(
     series: &Series,
     values: impl FnOnce(&mut SampleEncoder<'_>) -> Result,
 ) -> Result {
-    let sort = match series.kind {
-        MetricKind::Counter => MetricType::Counter,
-        MetricKind::Gauge => MetricType::Gauge,
-        MetricKind::Histogram => MetricType::Histogram,
-    };
-    let encoder = encoder.encode_descriptor(base(series), series.help, None, sort)?;
+    let encoder = encoder.encode_descriptor(base(series), series.help, None, series.kind)?;
     values(&mut SampleEncoder { encoder, series })
 }
 
-/// Returns the name without the suffix that the encoder appends.
+/// Returns the name without the suffix of counters, which the encoder appends.
 pub(super) fn base(series: &Series) -> &'static str {
-    match series.kind {
-        MetricKind::Counter => series.name.strip_suffix("_total").unwrap_or(series.name),
-        MetricKind::Gauge | MetricKind::Histogram => series.name,
-    }
+    series.name.strip_suffix("_total").unwrap_or(series.name)
 }
 
 /// Encoder for the samples of one metric.

@@ -1,16 +1,11 @@
 //! All metrics: name, labels and help text. The collectors and docs/reference/metrics.md use this table.
 
+use prometheus_client::metrics::MetricType;
+
 use super::reasons::{By, EVENTS, REFUSALS};
 use crate::core::claims::Statistics;
 use crate::node::kubelet::transport::GrpcCalls;
 use crate::node::metrics::{Metrics, Omission};
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum MetricKind {
-    Counter,
-    Gauge,
-    Histogram,
-}
 
 /// Component that exports a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +33,7 @@ pub(super) struct MetricLabel {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Series {
     pub(super) name: &'static str,
-    pub(super) kind: MetricKind,
+    pub(super) kind: MetricType,
     pub(super) of: Of,
     /// Labels, in order.
     pub(super) labels: &'static [MetricLabel],
@@ -61,7 +56,7 @@ const fn such(name: &'static str, values: &'static str) -> MetricLabel {
 
 type Labels = &'static [MetricLabel];
 
-const fn series(kind: MetricKind, name: &'static str, of: Of, labels: Labels, help: &'static str) -> Series {
+const fn series(kind: MetricType, name: &'static str, of: Of, labels: Labels, help: &'static str) -> Series {
     Series {
         name,
         kind,
@@ -72,15 +67,15 @@ const fn series(kind: MetricKind, name: &'static str, of: Of, labels: Labels, he
 }
 
 const fn counter(name: &'static str, of: Of, labels: Labels, help: &'static str) -> Series {
-    series(MetricKind::Counter, name, of, labels, help)
+    series(MetricType::Counter, name, of, labels, help)
 }
 
 const fn gauge(name: &'static str, of: Of, labels: Labels, help: &'static str) -> Series {
-    series(MetricKind::Gauge, name, of, labels, help)
+    series(MetricType::Gauge, name, of, labels, help)
 }
 
 const fn histogram(name: &'static str, of: Of, labels: Labels, help: &'static str) -> Series {
-    series(MetricKind::Histogram, name, of, labels, help)
+    series(MetricType::Histogram, name, of, labels, help)
 }
 
 use Of::{Both, Companion, Controller};

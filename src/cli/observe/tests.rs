@@ -7,10 +7,11 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 
 use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::MetricType;
 use tokio::sync::watch;
 
 use super::reasons::{By, EVENTS, REFUSALS};
-use super::table::{self, ALL, LabelValues, MetricKind, Of, Series};
+use super::table::{self, ALL, LabelValues, Of, Series};
 use super::{Observer, encode};
 use crate::node::publish::inventory::RegistrationStatus;
 
@@ -33,11 +34,7 @@ fn series_list() -> String {
             Of::Controller => "controller",
             Of::Companion => "companion",
         };
-        let sort = match series.kind {
-            MetricKind::Counter => "counter",
-            MetricKind::Gauge => "gauge",
-            MetricKind::Histogram => "histogram",
-        };
+        let sort = series.kind.as_str();
         writeln!(
             list,
             "| `{}{}` | {of} | {sort} | {} |",
@@ -151,9 +148,14 @@ fn words_are_sorted_and_unique() {
     assert_eq!(names.len(), ALL.len());
     for series in ALL {
         let is_counter = series.name.ends_with("_total");
-        assert_eq!(is_counter, series.kind == MetricKind::Counter, "{}", series.name);
+        assert_eq!(
+            is_counter,
+            matches!(series.kind, MetricType::Counter),
+            "{}",
+            series.name
+        );
         assert!(
-            series.kind != MetricKind::Histogram || series.name.ends_with("_seconds"),
+            !matches!(series.kind, MetricType::Histogram) || series.name.ends_with("_seconds"),
             "{}",
             series.name
         );
@@ -208,7 +210,7 @@ fn each_component_has_exactly_its_series_from_the_start() {
             let begins = |line: &&str| {
                 line.strip_prefix(series.name).is_some_and(|rest| {
                     rest.starts_with(['{', ' '])
-                        || (series.kind == MetricKind::Histogram && rest.starts_with("_count"))
+                        || (matches!(series.kind, MetricType::Histogram) && rest.starts_with("_count"))
                 })
             };
             let lines: Vec<&str> = text.lines().filter(begins).collect();

@@ -19,7 +19,7 @@ use super::kubectl_flags::{KubectlFlags, fitting};
 use super::read;
 use super::read::ServedApi;
 use crate::api::resource::ResourceClaim;
-use crate::cli::diagnose::devices::{self, DeviceTable};
+use crate::cli::diagnose::devices::{self, DeviceRow};
 use crate::cli::diagnose::structured;
 use crate::cli::error::Error;
 use crate::cli::objects::PartialPod;
@@ -30,24 +30,17 @@ const LIMIT: Duration = Duration::from_secs(2);
 
 /// Names of the devices, alone and after their node.
 pub(super) fn devices(typed: &OsStr) -> Vec<CompletionCandidate> {
-    let names = of_devices(|table| {
-        let rows = table.devices.iter();
-        rows.flat_map(|row| [row.device.clone(), format!("{}/{}", row.node, row.device)])
-            .collect()
-    });
-    fitting(typed, names)
+    of_devices(typed, |row| vec![row.device.clone(), row.name()])
 }
 
 /// Names of the nodes with devices.
 pub(super) fn nodes(typed: &OsStr) -> Vec<CompletionCandidate> {
-    let names = of_devices(|table| table.devices.iter().map(|row| row.node.clone()).collect());
-    fitting(typed, names)
+    of_devices(typed, |row| vec![row.node.clone()])
 }
 
 /// Kinds of the devices.
 pub(super) fn kinds(typed: &OsStr) -> Vec<CompletionCandidate> {
-    let names = of_devices(|table| table.devices.iter().map(|row| row.kind.clone()).collect());
-    fitting(typed, names)
+    of_devices(typed, |row| vec![row.kind.clone()])
 }
 
 /// Pods and claims in the context's namespace.
@@ -79,15 +72,17 @@ where
         .collect()
 }
 
-fn of_devices(names: impl Fn(&DeviceTable) -> BTreeSet<String>) -> BTreeSet<String> {
-    ask(async |cluster: &KubectlFlags| {
+fn of_devices(typed: &OsStr, names: impl Fn(&DeviceRow) -> Vec<String>) -> Vec<CompletionCandidate> {
+    let found = ask(async |cluster: &KubectlFlags| {
         let (client, _) = cluster.connect().await?;
         let driver = &cluster.driver.name;
-        Ok(names(&match read::api(&client).await? {
+        let table = match read::api(&client).await? {
             ServedApi::Structured => structured::devices::devices(driver, &read::all(&client).await?, &[]),
             ServedApi::Classic => devices::devices(driver, &read::all(&client).await?, &[]),
-        }))
-    })
+        };
+        Ok(table.devices.iter().flat_map(&names).collect())
+    });
+    fitting(typed, found)
 }
 
 /// The defaults of all flags: the completion engine does not pass the values of other flags.

@@ -22,7 +22,7 @@ use super::{feature_gates, node_check, read, rights};
 use crate::api::crd::{self, DeviceClassParameters, Mode, NodeInventory};
 use crate::api::resource::{ResourceClaim, ResourceClass, VERSION};
 use crate::cli::diagnose::devices::devices;
-use crate::cli::diagnose::doctor::{DoctorFinding, Level, classes, definitions, lease, server};
+use crate::cli::diagnose::doctor::{DoctorFinding, Level, classes, definitions, joined, lease, server};
 use crate::cli::diagnose::gates;
 use crate::cli::diagnose::nodes::{extended_resources, inventories};
 use crate::cli::diagnose::overlap;
@@ -32,9 +32,8 @@ use crate::cli::objects::CustomResourceDefinition;
 use crate::cli::output::{Colour, OutputFlags, Printable, Style, coloured, one_line};
 use crate::cli::runtime::block_on;
 use crate::cli::{flags, value};
+use crate::core::prepare::claims_api::FIRST_STRUCTURED_MINOR;
 
-/// First minor version of Kubernetes 1 with structured mode.
-const STRUCTURED_SINCE: u32 = 34;
 /// Label of the controller's objects in the chart.
 const CONTROLLER: &str = "app.kubernetes.io/component=controller";
 
@@ -129,7 +128,7 @@ async fn check(client: &Client, arguments: &Arguments) -> Result<Vec<DoctorFindi
         Ok(ServedApi::Structured) => {
             return Ok(structured::check(client, driver, users, (&version.major, &version.minor)).await);
         }
-        Err(error) if read::minor(&version.minor).is_some_and(|minor| minor >= STRUCTURED_SINCE) => {
+        Err(error) if read::minor(&version.minor).is_some_and(|minor| minor >= FIRST_STRUCTURED_MINOR) => {
             return Err(error);
         }
         // An error of discovery is a finding of classic mode.
@@ -149,51 +148,36 @@ async fn check_classic(
     let discovery = discovery.map_err(|error| error.to_string());
     // A discovery error has its own finding.
     let serves = discovery != Ok(false);
-    let mut findings = Vec::new();
-    let mut unread = Vec::new();
-    let mut note = |error: Error| unread.push(DoctorFinding::unread(&error.to_string()));
-    let mut defined = true;
-    match read::all::<CustomResourceDefinition>(client).await {
-        Ok(found) => {
-            let checked = definitions(crd::definition_names(), crd::VERSION, &found);
-            defined = checked.iter().all(|finding| finding.level == Level::Fine);
-            findings.extend(checked);
+    let defined = read::all::<CustomResourceDefinition>(client).await;
+    let defined = defined.map(|found| definitions(crd::definition_names(), crd::VERSION, &found));
+    let are_defined = defined
+        .iter()
+        .flatten()
+        .all(|finding| finding.level == Level::Fine);
+    let mut checks = vec![defined];
+    let mut inventories: Option<Vec<NodeInventory>> = None;
+    if are_defined {
+        match read::all(client).await {
+            Ok(found) => inventories = Some(found),
+            Err(error) => checks.push(Err(error)),
         }
-        Err(error) => note(error),
     }
-    let inventories: Option<Vec<NodeInventory>> = match read::all(client).await {
-        _ if !defined => None,
-        Ok(found) => Some(found),
-        Err(error) => {
-            note(error);
-            None
-        }
-    };
     let needs_claims = inventories
         .as_ref()
         .is_none_or(|inventories| gates::needs_claims(driver, inventories));
     let discovery = discovery.as_ref().copied().map_err(String::as_str);
-    findings.splice(0..0, server(major, minor, discovery, needs_claims));
+    checks.insert(0, Ok(server(major, minor, discovery, needs_claims)));
     if needs_claims && serves {
-        findings.extend(feature_gates::check_classic(client, driver, inventories.as_deref()).await);
-        match feature_gates::check_symptoms(client).await {
-            Ok(found) => findings.extend(found),
-            Err(error) => note(error),
-        }
+        checks.push(Ok(feature_gates::check_classic(
+            client,
+            driver,
+            inventories.as_deref(),
+        )
+        .await));
+        checks.push(feature_gates::check_symptoms(client).await);
     }
-    let mut leases = Vec::new();
-    match read::list(
-        &Api::<Lease>::all(client.clone()),
-        ListParams::default().fields(&format!("metadata.name={driver}")),
-    )
-    .await
-    {
-        Ok(found) => {
-            findings.push(check_lease(&found, needs_claims));
-            leases = found;
-        }
-        Err(error) => note(error),
-    }
+    let of_lease = ListParams::default().fields(&format!("metadata.name={driver}"));
+    let leases = read::list(&Api::<Lease>::all(client.clone()), of_lease).await;
     let of_driver = inventories
         .iter()
         .flatten()
@@ -201,23 +185,20 @@ async fn check_classic(
     let mode_both = of_driver
         .flat_map(|inventory| &inventory.spec.devices)
         .any(|device| device.mode == Mode::Both);
-    for found in [
-        rights::check_pods(client, driver, users, ServedApi::Classic, mode_both).await,
-        check_other_installations(client, driver, &leases, inventories.as_deref().filter(|_| serves)).await,
-    ] {
-        match found {
-            Ok(found) => findings.extend(found),
-            Err(error) => note(error),
-        }
-    }
+    let others = check_other_installations(
+        client,
+        driver,
+        leases.as_deref().unwrap_or_default(),
+        inventories.as_deref().filter(|_| serves),
+    )
+    .await;
+    checks.push(leases.map(|found| vec![check_lease(&found, needs_claims)]));
+    checks.push(rights::check_pods(client, driver, users, ServedApi::Classic, mode_both).await);
+    checks.push(others);
     if let Some(inventories) = &inventories {
-        match check_devices(client, driver, inventories, serves && needs_claims).await {
-            Ok(found) => findings.extend(found),
-            Err(error) => note(error),
-        }
+        checks.push(check_devices(client, driver, inventories, serves && needs_claims).await);
     }
-    findings.extend(unread);
-    findings
+    joined(checks)
 }
 
 /// Looks for other installations with the same driver name, and for claims of drivers that no node serves. `None` if claims and inventories

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::kubectl_flags::KubectlFlags;
 use super::read::{self, Namespaces, ServedApi};
-use crate::cli::diagnose::leftovers::{Dependent, Objects, allocated_from, dependents, held_by};
+use crate::cli::diagnose::leftovers::{Dependent, allocated_from, dependents, held_by};
 use crate::cli::error::Error;
 use crate::cli::output::{OutputFlags, Printable, Style, row, table};
 use crate::cli::runtime::block_on;
@@ -91,12 +91,7 @@ async fn of_all_drivers(client: &Client) -> Result<Vec<Dependent>, Error> {
     };
     let claims = read::all(client).await?;
     let (templates, pods) = (read::all(client).await?, read::all(client).await?);
-    Ok(dependents(Objects {
-        classes: &classes,
-        claims: &claims,
-        templates: &templates,
-        pods: &pods,
-    }))
+    Ok(dependents(&classes, &claims, &templates, &pods))
 }
 
 /// Reads only claims, so that the controller's permissions suffice. Returns none if no API of claims is served.

@@ -16,7 +16,7 @@ use crate::cli::diagnose::rights::{
     Component, LeaseName, Right, findings, needed, needed_for_reviews, needed_in_structured_mode,
 };
 use crate::cli::error::Error;
-use crate::cli::objects::{EnvVar, PartialPod};
+use crate::cli::objects::PartialPod;
 
 /// Label of the chart's pods.
 const PODS: &str = "app.kubernetes.io/part-of=drayman";
@@ -111,11 +111,7 @@ fn companions_with_socket(pods: &[PartialPod], driver: &str) -> Vec<bool> {
         .iter()
         .filter(|pod| account(pod, driver).is_some_and(|account| account.component == Component::Node));
     companions
-        .map(|pod| {
-            ContainerFlags::of(pod)
-                .value("--container-runtime-socket")
-                .is_some()
-        })
+        .map(|pod| flag(pod, "--container-runtime-socket").is_some())
         .collect()
 }
 
@@ -137,40 +133,24 @@ fn waiting(pods: &[PartialPod], driver: &str) -> Vec<String> {
     pods.iter().filter_map(described).collect()
 }
 
-/// Flags and environment variables of a pod's containers.
-struct ContainerFlags<'a> {
-    flags: Vec<&'a str>,
-    variables: Vec<&'a EnvVar>,
+fn variable_name(flag: &str) -> String {
+    let flag = flag.trim_start_matches('-').to_uppercase();
+    format!("DRAYMAN_{}", flag.replace('-', "_"))
 }
 
-impl<'a> ContainerFlags<'a> {
-    fn of(pod: &'a PartialPod) -> Self {
-        let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
-        let flags = containers
-            .clone()
-            .flat_map(|container| container.args.iter().flatten());
-        Self {
-            flags: flags.map(String::as_str).collect(),
-            variables: containers
-                .flat_map(|container| container.env.iter().flatten())
-                .collect(),
-        }
-    }
-
-    /// Returns the value of a flag; the flag overrides its variable.
-    fn value(&self, name: &str) -> Option<&'a str> {
-        let variable = || {
-            let name = format!(
-                "DRAYMAN_{}",
-                name.trim_start_matches('-').to_uppercase().replace('-', "_")
-            );
-            let variable = self.variables.iter().find(|variable| variable.name == name)?;
-            variable.value.as_deref()
-        };
-        let mut flags = self.flags.iter();
-        let flag = flags.find_map(|flag| flag.strip_prefix(name)?.strip_prefix('='));
-        flag.or_else(variable)
-    }
+/// Returns the value of a flag of a pod's containers; the flag overrides its variable. A flag without a value has the value `true`.
+fn flag<'a>(pod: &'a PartialPod, name: &str) -> Option<&'a str> {
+    let containers = || pod.spec.iter().flat_map(|spec| &spec.containers);
+    let mut flags = containers().flat_map(|container| container.args.iter().flatten());
+    let flag = flags.find_map(|flag| match flag.strip_prefix(name)? {
+        "" => Some("true"),
+        value => value.strip_prefix('='),
+    });
+    flag.or_else(|| {
+        let name = variable_name(name);
+        let mut variables = containers().flat_map(|container| container.env.iter().flatten());
+        variables.find(|variable| variable.name == name)?.value.as_deref()
+    })
 }
 
 fn account(pod: &PartialPod, driver: &str) -> Option<Account> {
@@ -181,15 +161,14 @@ fn account(pod: &PartialPod, driver: &str) -> Option<Account> {
         _ => return None,
     };
     let spec = pod.spec.as_ref()?;
-    let flags = ContainerFlags::of(pod);
-    if flags.value("--driver-name") != Some(driver) {
+    if flag(pod, "--driver-name") != Some(driver) {
         return None;
     }
     let namespace = pod.metadata.namespace.as_deref()?;
     let name = spec.service_account_name.as_deref().unwrap_or("default");
-    let lease = flags.flags.contains(&"--leader-elect").then(|| LeaseName {
-        namespace: flags
-            .value("--leader-elect-resource-namespace")
+    let elects = flag(pod, "--leader-elect") == Some("true");
+    let lease = elects.then(|| LeaseName {
+        namespace: flag(pod, "--leader-elect-resource-namespace")
             .unwrap_or("kube-system")
             .to_owned(),
         name: driver.to_owned(),
@@ -198,7 +177,7 @@ fn account(pod: &PartialPod, driver: &str) -> Option<Account> {
         component,
         user: format!("system:serviceaccount:{namespace}:{name}"),
         lease,
-        reviews: flags.value("--metrics-cert-dir").is_some(),
+        reviews: flag(pod, "--metrics-cert-dir").is_some(),
     })
 }
 
@@ -298,11 +277,15 @@ mod tests {
         assert_eq!((node.component, node.lease), (Component::Node, None));
 
         let mut by_variable = pod("node", &["node"]);
-        let variable = serde_json::json!([{ "name": "DRAYMAN_DRIVER_NAME", "value": "a" }]);
-        by_variable.spec.as_mut().unwrap().containers[0].env = serde_json::from_value(variable).unwrap();
-        assert!(account(&by_variable, "a").is_some());
+        let variables = serde_json::json!([
+            { "name": "DRAYMAN_DRIVER_NAME", "value": "a" },
+            { "name": "DRAYMAN_LEADER_ELECT", "value": "true" },
+        ]);
+        by_variable.spec.as_mut().unwrap().containers[0].env = serde_json::from_value(variables).unwrap();
+        assert!(account(&by_variable, "a").unwrap().lease.is_some());
         assert_eq!(account(&by_variable, "b"), None);
     }
+
     #[test]
     fn a_companion_has_the_socket_that_its_pod_names() {
         let pods = |flags: &[&str]| {

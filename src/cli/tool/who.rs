@@ -132,7 +132,7 @@ fn no_such(driver: &str, all: &[DeviceRow], asked: &str) -> String {
 
 fn text(row: &DeviceRow) -> String {
     let mut lines = vec![
-        format!("Device:   {}/{}", row.node, row.device),
+        format!("Device:   {}", one_line(&row.name())),
         format!("Kind:     {}", one_line(&row.kind)),
         format!("State:    {}", state(row.state)),
     ];
@@ -217,6 +217,14 @@ mod tests {
             no_such("a.example", &[], "radio"),
             "driver a.example has no device radio, and no other: `drayman doctor` shows the cause"
         );
+    }
+
+    #[test]
+    fn a_name_of_a_claim_cannot_control_the_terminal() {
+        let mut table = devices(DRIVER, &[inventory("node-a", "1", &["a"])], &[]);
+        table.devices[0].node = "node\u{1b}[2J".to_owned();
+        let text = text(&table.devices[0]);
+        assert!(!text.contains('\u{1b}'), "{text:?}");
     }
 
     #[test]

@@ -271,12 +271,7 @@ impl Question {
             classes: &classes,
             allocated_devices: &allocated_devices,
         };
-        let nodes = with_selectors(|selectors| {
-            evaluate_nodes(cluster, &nodes, &own, &mut |expression, driver, device| {
-                selectors.evaluate(expression, driver, device)
-            })
-        })
-        .unwrap();
+        let nodes = with_selectors(|evaluate| evaluate_nodes(cluster, &nodes, &own, evaluate)).unwrap();
         let mut index = 0;
         let mut explanations = Vec::new();
         for (entry, found) in entries.iter().zip(found) {
@@ -710,12 +705,7 @@ fn messages(findings: &[DoctorFinding]) -> Vec<(Level, &str)> {
 fn of_classes(of: Vec<Value>, slices: Vec<Value>) -> Vec<DoctorFinding> {
     let of: Vec<DeviceClass> = of.into_iter().map(read).collect();
     let slices: Vec<ResourceSlice> = slices.into_iter().map(read).collect();
-    with_selectors(|selectors| {
-        classes(DRIVER, &of, &slices, &mut |expression, driver, device| {
-            selectors.evaluate(expression, driver, device)
-        })
-    })
-    .unwrap()
+    with_selectors(|evaluate| classes(DRIVER, &of, &slices, evaluate)).unwrap()
 }
 
 #[test]

@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceSlice};
 use kube::Client;
 
-use crate::cli::diagnose::doctor::DoctorFinding;
+use crate::cli::diagnose::doctor::{DoctorFinding, joined};
 use crate::cli::diagnose::overlap;
 use crate::cli::diagnose::qualified_name;
 use crate::cli::diagnose::rights::Component;
@@ -25,31 +25,30 @@ pub(super) async fn check(
     version: (&str, &str),
 ) -> Vec<DoctorFinding> {
     let (major, number) = version;
-    let mut findings = vec![DoctorFinding::fine(
+    let api_server = read::minor(number);
+    let version = DoctorFinding::fine(
         "version",
         format!(
             "Kubernetes {major}.{number} serves resource.k8s.io/v1: the scheduler allocates, and no controller is needed"
         ),
-    )];
-    findings.extend(feature_gates::check_structured(client, read::minor(number)).await);
-    let mut unread = Vec::new();
-    for found in [
+    );
+    let mut checks = vec![
+        Ok(vec![version]),
+        Ok(feature_gates::check_structured(client, api_server).await),
         rights::check_pods(client, driver, users, ServedApi::Structured, false).await,
-        of_devices(client, driver, read::minor(number)).await,
-        of_drivers(client).await,
-    ] {
-        match found {
-            Ok(found) => findings.extend(found),
-            Err(error) => unread.push(DoctorFinding::unread(&error.to_string())),
-        }
+    ];
+    match read::all::<ResourceSlice>(client).await {
+        Ok(slices) => checks.extend([
+            of_devices(client, driver, &slices, api_server).await,
+            of_drivers(client, &slices).await,
+        ]),
+        Err(error) => checks.push(Err(error)),
     }
-    findings.extend(unread);
-    findings
+    joined(checks)
 }
 
 /// Checks for claims with devices of drivers that no node serves.
-async fn of_drivers(client: &Client) -> Result<Vec<DoctorFinding>, Error> {
-    let slices: Vec<ResourceSlice> = read::all(client).await?;
+async fn of_drivers(client: &Client, slices: &[ResourceSlice]) -> Result<Vec<DoctorFinding>, Error> {
     let claims = read::structured_claims(client, &Namespaces::All).await?.items;
     let mut held: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
     for claim in &claims {
@@ -65,27 +64,20 @@ async fn of_drivers(client: &Client) -> Result<Vec<DoctorFinding>, Error> {
 async fn of_devices(
     client: &Client,
     driver: &str,
+    all_slices: &[ResourceSlice],
     api_server: Option<u32>,
 ) -> Result<Vec<DoctorFinding>, Error> {
-    let all_slices: Vec<ResourceSlice> = read::all(client).await?;
     let all_classes: Vec<DeviceClass> = read::all(client).await?;
-    let mut findings = dropped_fields(driver, &all_slices);
-    let of_classes = with_selectors(|selectors| {
-        classes(
-            driver,
-            &all_classes,
-            &all_slices,
-            &mut |expression, driver, device| selectors.evaluate(expression, driver, device),
-        )
-    });
+    let mut findings = dropped_fields(driver, all_slices);
+    let of_classes = with_selectors(|evaluate| classes(driver, &all_classes, all_slices, evaluate));
     findings.extend(of_classes.map_err(anyhow::Error::msg)?);
     match read::all::<Node>(client).await {
         Ok(nodes) => {
-            findings.extend(kubelets(driver, &all_slices, &nodes, api_server));
-            findings.extend(slices(driver, &all_slices, Some(&nodes)));
+            findings.extend(kubelets(driver, all_slices, &nodes, api_server));
+            findings.extend(slices(driver, all_slices, Some(&nodes)));
         }
         Err(error) => {
-            findings.extend(slices(driver, &all_slices, None));
+            findings.extend(slices(driver, all_slices, None));
             findings.push(DoctorFinding::unread(&error.to_string()));
         }
     }
@@ -154,10 +146,10 @@ mod tests {
             findings.contains(&(Level::Problem, slices.to_owned())),
             "{findings:?}"
         );
-        let warns = |(level, message): &(Level, String)| {
+        let warns = |(level, message): &&(Level, String)| {
             *level == Level::Warning && message.contains("cannot list resourceslices")
         };
-        assert!(findings.iter().any(warns), "{findings:?}");
+        assert_eq!(findings.iter().filter(warns).count(), 1, "{findings:?}");
     }
 
     #[tokio::test]

@@ -134,12 +134,8 @@ fn evaluate(
         classes,
         allocated_devices: &allocated_devices,
     };
-    with_selectors(|selectors| {
-        evaluate_nodes(cluster, nodes, own, &mut |expression, driver, device| {
-            selectors.evaluate(expression, driver, device)
-        })
-    })
-    .map_err(|error| anyhow::anyhow!(error).into())
+    with_selectors(|evaluate| evaluate_nodes(cluster, nodes, own, evaluate))
+        .map_err(|error| anyhow::anyhow!(error).into())
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ fn device() -> Device {
 }
 
 fn evaluate(expression: &str) -> Match {
-    with_selectors(|selectors| selectors.evaluate(expression, "a.example", &device())).unwrap()
+    with_selectors(|evaluate| evaluate(expression, "a.example", &device())).unwrap()
 }
 
 #[test]
