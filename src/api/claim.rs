@@ -1,12 +1,19 @@
-//! Claims of `resource.k8s.io/v1`, decoded without the parameters of drivers and the reports of drivers about devices. Users store 10 KiB in
-//! each of many: decoded they take many times that, and they can be nested deeper than serde_json reads.
+//! Claims decoded without the fields that are not read: [`StructuredClaim`] for the commands, [`DecodedClaim`] for the companion.
+//!
+//! The parameters of drivers and their reports about devices are skipped. Users store 10 KiB in each of many: decoded they take many times
+//! that, and they can be nested deeper than serde_json reads.
+
+use std::fmt::Debug;
 
 use k8s_openapi::api::core::v1::NodeSelector;
 use k8s_openapi::api::resource::v1;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use serde::Deserialize;
+use kube::Resource;
+use kube::core::NamespaceResourceScope;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer};
 
-use super::resource::partial_resource;
+use super::resource::{POD_CLAIM_NAME_ANNOTATION, ResourceClaim, ResourceClaimStatus, partial_resource};
 
 /// A claim; its metadata is complete.
 #[derive(Clone, Debug, Deserialize)]
@@ -117,6 +124,86 @@ impl From<ResultParts> for v1::DeviceAllocationResult {
     }
 }
 
+/// A claim of either API.
+pub(crate) trait ClaimObject:
+    Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + Debug + Send + Sync + 'static
+{
+    type Status: DeserializeOwned + Default;
+
+    fn from_parts(metadata: ObjectMeta, status: Self::Status) -> Self;
+}
+
+impl ClaimObject for ResourceClaim {
+    type Status = ResourceClaimStatus;
+
+    fn from_parts(metadata: ObjectMeta, status: Self::Status) -> Self {
+        Self {
+            metadata,
+            status,
+            ..Self::default()
+        }
+    }
+}
+
+impl ClaimObject for v1::ResourceClaim {
+    type Status = StructuredClaimStatus;
+
+    fn from_parts(metadata: ObjectMeta, StructuredClaimStatus(status): Self::Status) -> Self {
+        Self {
+            metadata,
+            status: Some(status),
+            ..Self::default()
+        }
+    }
+}
+
+/// A claim of either API with its status and the metadata that the companion reads. Users can store megabytes in the other fields, which take
+/// up to twenty times the size when decoded.
+#[derive(Clone, Debug)]
+pub(crate) struct DecodedClaim<K>(pub(crate) K);
+
+#[derive(Deserialize)]
+struct Parts<S> {
+    metadata: MetadataParts,
+    status: Option<S>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct MetadataParts {
+    name: Option<String>,
+    namespace: Option<String>,
+    uid: Option<String>,
+    resource_version: Option<String>,
+    annotations: Option<Annotations>,
+}
+
+#[derive(Deserialize)]
+struct Annotations {
+    #[serde(rename = "resource.kubernetes.io/pod-claim-name")]
+    pod_claim_name: Option<String>,
+}
+
+impl<'de, K: ClaimObject> Deserialize<'de> for DecodedClaim<K> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let Parts { metadata, status } = Parts::<K::Status>::deserialize(deserializer)?;
+        let name = metadata
+            .annotations
+            .and_then(|annotations| annotations.pod_claim_name);
+        let metadata = ObjectMeta {
+            name: metadata.name,
+            namespace: metadata.namespace,
+            uid: metadata.uid,
+            resource_version: metadata.resource_version,
+            annotations: name.map(|name| [(POD_CLAIM_NAME_ANNOTATION.to_owned(), name)].into()),
+            ..ObjectMeta::default()
+        };
+        Ok(Self(K::from_parts(metadata, status.unwrap_or_default())))
+    }
+}
+
+partial_resource!([K: ClaimObject] DecodedClaim<K>, K, self => self.0.meta(), self.0.meta_mut());
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -166,5 +253,35 @@ mod tests {
         assert!(serde_json::from_str::<v1::ResourceClaim>(&text).is_err());
         let StructuredClaim(claim) = serde_json::from_str(&text).unwrap();
         assert_eq!(claim, expected);
+    }
+
+    #[test]
+    fn only_the_fields_that_are_read_are_decoded() {
+        let metadata = json!({
+            "name": "c", "namespace": "n", "uid": "u", "resourceVersion": "1",
+            "annotations": { POD_CLAIM_NAME_ANNOTATION: "device", "note": "x" },
+            "labels": { "a": "b" }, "finalizers": ["a"],
+            "ownerReferences": [{ "apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "p" }],
+        });
+        let kept = ObjectMeta {
+            name: Some("c".into()),
+            namespace: Some("n".into()),
+            uid: Some("u".into()),
+            resource_version: Some("1".into()),
+            annotations: Some([(POD_CLAIM_NAME_ANNOTATION.to_owned(), "device".to_owned())].into()),
+            ..ObjectMeta::default()
+        };
+        let text = json!({
+            "metadata": metadata, "spec": { "resourceClassName": "test" },
+            "status": { "driverName": "drayman.dev" },
+        });
+        let claim: DecodedClaim<ResourceClaim> = serde_json::from_str(&text.to_string()).unwrap();
+        assert_eq!(claim.0.metadata, kept);
+        assert_eq!(claim.0.status.driver_name.as_deref(), Some("drayman.dev"));
+
+        let text = json!({ "metadata": metadata, "spec": {}, "status": { "reservedFor": [] } });
+        let claim: DecodedClaim<v1::ResourceClaim> = serde_json::from_str(&text.to_string()).unwrap();
+        assert_eq!(claim.0.metadata, kept);
+        assert_eq!(claim.0.status.unwrap().reserved_for, Some(Vec::new()));
     }
 }

@@ -14,11 +14,11 @@ use tonic::{Code, Status};
 use tracing::{debug, info, warn};
 
 use crate::api::crd::Device;
+use crate::api::crd::Devices;
 use crate::api::proto::cri_v1::runtime_service_client::RuntimeServiceClient;
 use crate::api::proto::cri_v1::{Container, ContainerState, ContainerStatusRequest, ListContainersRequest};
 use crate::core::names::{ClaimUid, DriverName};
 use crate::core::prepare::containers::PodContainer;
-use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::orphans::RuntimeView;
 use crate::core::prepare::plan::Refusal;
 use crate::core::prepare::prepared_claims::PreparedClaims;

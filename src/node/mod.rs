@@ -9,7 +9,7 @@
 //!   the socket for operators on the node.
 
 pub(crate) mod admin;
-mod claim;
+mod claim_watch;
 pub(crate) mod container_runtime;
 mod directory_watch;
 pub mod driver;

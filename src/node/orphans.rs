@@ -13,6 +13,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
+use crate::api::claim::{ClaimObject, DecodedClaim};
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
 use crate::core::discovery::device_events::DeviceEvent;
@@ -22,7 +23,7 @@ use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::orphans::{ApiView, Question};
 use crate::core::prepare::plan::{of_results, pod_claim_name, results_of_driver};
 use crate::core::prepare::prepared_claims::HeldDevice;
-use crate::node::claim::{ClaimObject, DecodedClaim, PAGE};
+use crate::node::claim_watch::PAGE;
 use crate::node::context::NodeContext;
 use crate::node::publish::calls::{PublishError, call};
 use crate::node::service::{NodeService, Quarantine};

@@ -25,7 +25,7 @@ use drayman::core::prepare::plan::{Allocation, ClaimToPrepare, NodeIdentity, pla
 use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use drayman::host::selectors::{CelEnvironment, Compiled, STACK};
 use drayman::node::config::NodeConfiguration;
-use drayman::node::kubelet::transport::authority::Rewriter;
+use drayman::node::kubelet::transport::relay::Rewriter;
 use prost::Message as _;
 
 const UID: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10";

@@ -247,7 +247,7 @@ pub(super) fn cdi_device(name: String, container_edits: &ContainerEdits) -> cdi:
 }
 
 /// A mount in the form of CDI. Mounted files grant no set-uid privileges and no further devices.
-pub fn cdi_mount(mount: &Mount) -> cdi::Mount {
+pub(super) fn cdi_mount(mount: &Mount) -> cdi::Mount {
     cdi::Mount {
         host_path: mount.host_path.clone(),
         container_path: mount.container_path.clone(),

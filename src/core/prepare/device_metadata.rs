@@ -5,6 +5,7 @@
 //! neither.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
@@ -76,16 +77,16 @@ pub struct MetadataFile {
     /// Content of the file.
     pub content: String,
     /// The CDI device with which a container gets the file.
-    pub cdi_device: String,
+    pub(super) cdi_device: String,
     /// Path in the container.
     container_path: String,
 }
 
 impl MetadataFile {
-    /// Mounts the file, which is at this path on the node.
-    pub fn mount(&self, host_path: String) -> Mount {
+    /// Mounts the file from this directory of the node.
+    pub(super) fn mount(&self, directory: &Path) -> Mount {
         Mount {
-            host_path,
+            host_path: directory.join(&self.name).display().to_string(),
             container_path: self.container_path.clone(),
             read_only: true,
         }
@@ -265,7 +266,7 @@ mod tests {
         let places: Vec<_> = files
             .iter()
             .map(|file| {
-                let mount = file.mount("/x".into());
+                let mount = file.mount(Path::new("/x"));
                 assert!(mount.read_only);
                 (file.name.as_str(), mount.container_path, file.cdi_device.clone())
             })

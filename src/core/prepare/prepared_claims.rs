@@ -7,10 +7,11 @@
 //! device another name or kind while containers hold it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::container_edits::{ContainerEdits, cdi_device, cdi_spec, edits_of_cdi};
+use super::container_edits::{ContainerEdits, cdi_device, cdi_mount, cdi_spec, edits_of_cdi};
 use super::device_metadata::{ClaimMetadata, DeviceMetadata, MetadataFile, metadata_files};
 use crate::api::cdi;
 use crate::api::crd::{Device, DeviceNumber, Devices, TaintEffect};
@@ -400,8 +401,31 @@ impl Entry {
         })
     }
 
+    /// The CDI file of the claim and the files with the metadata of its devices, which it mounts from this directory of the node. `None` if the
+    /// driver has not made its edits.
+    pub fn files(
+        &self,
+        driver: &DriverName,
+        uid: &ClaimUid,
+        metadata_directory: &Path,
+    ) -> Option<(cdi::Spec, Vec<MetadataFile>)> {
+        let mut spec = self.cdi_spec(driver, uid)?;
+        if !self.is_structured() {
+            return Some((spec, Vec::new()));
+        }
+        let files = self.metadata_files(driver, uid);
+        for file in &files {
+            let mut devices = spec.devices.iter_mut();
+            if let Some(device) = devices.find(|device| device.name == file.cdi_device) {
+                let mount = file.mount(metadata_directory);
+                device.container_edits.mounts.push(cdi_mount(&mount));
+            }
+        }
+        Some((spec, files))
+    }
+
     /// The files with the metadata of the claim's devices.
-    pub fn metadata_files(&self, driver: &DriverName, uid: &ClaimUid) -> Vec<MetadataFile> {
+    pub(super) fn metadata_files(&self, driver: &DriverName, uid: &ClaimUid) -> Vec<MetadataFile> {
         let claim = ClaimMetadata {
             name: &self.name,
             namespace: &self.namespace,
@@ -526,7 +550,7 @@ pub(super) fn is_same_node(
 }
 
 /// The host paths of the nodes that belong to this device alone: those whose container paths its variable lists.
-pub fn own_nodes<'a>(container_edits: &'a ContainerEdits, device: &str) -> BTreeSet<&'a str> {
+fn own_nodes<'a>(container_edits: &'a ContainerEdits, device: &str) -> BTreeSet<&'a str> {
     let variable = container_edits.environment.get(&environment_name(device));
     let paths: BTreeSet<&str> = variable
         .map(|paths| paths.split(',').collect())

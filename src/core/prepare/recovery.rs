@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::container_edits::ContainerEdits;
-use super::inventory::Devices;
 use super::kubelet_state::{KubeletClaim, KubeletClaims, KubeletView};
 use super::plan::{PlanStep, described, restore};
 use super::prepared_claims::{ClaimChange, ClaimDetails, Entry, HeldDevice, PreparedClaims, Progress};
 use crate::api::cdi;
+use crate::api::crd::Devices;
 use crate::api::proto::node_records::Holding;
 use crate::api::proto::pod_resources_v1::PodResources;
 use crate::core::names::{ClaimUid, ClaimUidError, DriverName};

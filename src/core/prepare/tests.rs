@@ -10,7 +10,6 @@ use proptest::prelude::*;
 
 use super::container_edits::{ContainerEdits, DeviceNode};
 use super::containers::Containers;
-use super::inventory::Devices;
 use super::plan::{
     Allocation, ClaimToPrepare, ClaimToUnprepare, NodeIdentity, PlanStep, Storage, plan_prepare,
     plan_unprepare,
@@ -18,6 +17,7 @@ use super::plan::{
 use super::prepared_claims::{Entry, PreparedClaims};
 use super::recovery::{plan_clearing, plan_restoring, plan_roll_back};
 use crate::api::crd::Device;
+use crate::api::crd::Devices;
 use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use crate::core::names::ClaimUid;
 

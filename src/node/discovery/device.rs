@@ -1,4 +1,5 @@
-//! A discovered device, still without a name (see `scan`): its device nodes, their use by the node itself, and its container edits.
+//! The built-in driver and its devices: their device nodes, the use of these by the node itself, and their container edits. Their names
+//! come from `scan`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -10,16 +11,19 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use futures::{Stream, StreamExt as _};
 use rustix::fs::{major, minor};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch as value};
+use tokio::task::spawn_blocking;
+use tokio_stream::wrappers::WatchStream;
 
 use super::sysfs::{SysRoot, disk_directory, if_exists, is_gone, names, numbers_of};
-use crate::api::crd::{Device, DeviceAttributes, DeviceNodeKind, DeviceNumber, Mode};
+use crate::api::crd::{Device, DeviceAttributes, DeviceNodeKind, DeviceNumber, Devices, Mode};
 use crate::core::discovery::mounts::{mounts, swap_areas};
 use crate::core::names::environment_name;
 use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode};
 use crate::node::config::DeviceKind;
-use crate::node::driver::NodeDriverError;
+use crate::node::driver::{NodeDriver, NodeDriverError};
 
 /// Where the host's files are visible to this process. Published paths always begin with the host's `/dev`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -208,7 +212,41 @@ impl FoundDevice {
 /// Devices by name.
 pub(super) type FoundByName = BTreeMap<String, FoundDevice>;
 
-/// The discovered devices.
+/// The trigger of a search.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Cause {
+    /// A uevent of the kernel.
+    Kernel,
+    /// A change in a watched directory.
+    Directory,
+    /// The periodic resync.
+    Rescan,
+    /// The recheck of an unhealthy device, or after an incomplete search.
+    Recheck,
+    /// A device that differed from the last search when it was requested.
+    Request,
+    /// A changed configuration.
+    Configuration,
+}
+
+impl Cause {
+    /// The cause as logged.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Kernel => "kernel",
+            Self::Directory => "directory",
+            Self::Rescan => "rescan",
+            Self::Recheck => "recheck",
+            Self::Request => "request",
+            Self::Configuration => "configuration",
+        }
+    }
+}
+
+/// Number of device changes detected by each cause. A cause that stays at zero on a machine with hotplugged devices is broken.
+pub type ChangeCounts = BTreeMap<Cause, u64>;
+
+/// The discovered devices, which the driver and its search share.
 #[derive(Debug)]
 pub(super) struct FoundDevices {
     pub(super) paths: HostPaths,
@@ -218,6 +256,7 @@ pub(super) struct FoundDevices {
     retired: Mutex<FoundByName>,
     /// Requests a search after a device was found changed.
     pub(super) rescan: Notify,
+    pub(super) change_counts: value::Sender<ChangeCounts>,
 }
 
 impl FoundDevices {
@@ -227,6 +266,7 @@ impl FoundDevices {
             found: Mutex::default(),
             retired: Mutex::default(),
             rescan: Notify::new(),
+            change_counts: value::Sender::default(),
         }
     }
 
@@ -249,40 +289,6 @@ impl FoundDevices {
             retired.extend(gone.map(|(name, found)| (name.clone(), found.clone())));
         }
         *self.found.lock().unwrap_or_else(PoisonError::into_inner) = found;
-    }
-
-    /// This device, if it has access to block devices, which the node itself could use.
-    pub(super) fn with_disks(&self, device: &str) -> Option<FoundDevice> {
-        // A missing device is rejected by `container_edits`.
-        let device = self.found().get(device)?.clone();
-        let has_disks = device.disks().next().is_some();
-        has_disks.then_some(device)
-    }
-
-    /// Repeats the search's checks for mounts, swap areas and volumes on its block devices, because a mount causes no event and the
-    /// periodic search runs only once a minute.
-    pub(super) fn check_unused(&self, name: &str, device: &FoundDevice) -> Result<(), NodeDriverError> {
-        let held = || device.held(&self.paths.sys).unwrap_or_else(Some);
-        let Some(problem) = device.mounted(&self.paths).or_else(held) else {
-            return Ok(());
-        };
-        self.rescan.notify_one();
-        Err(NodeDriverError::InUse {
-            device: name.to_owned(),
-            problem,
-        })
-    }
-
-    pub(super) fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
-        let found = self.found().get(device).cloned();
-        let found = found.or_else(|| self.retired().get(device).cloned());
-        let found = found.ok_or_else(|| NodeDriverError::Gone {
-            device: device.to_owned(),
-            problem: "device discovery does not find it".to_owned(),
-        })?;
-        self.check_unchanged(device, &found)
-            .inspect_err(|_| self.rescan.notify_one())?;
-        Ok(found.container_edits(device))
     }
 
     /// Checks that the nodes of a device exist and still have the numbers that they had when it was found.
@@ -317,6 +323,59 @@ impl FoundDevices {
         let before = retired.len();
         retired.retain(|_, device| !device.nodes.iter().any(|node| node.has_changed(&root)));
         retired.len() < before
+    }
+}
+
+/// The built-in [`NodeDriver`]: devices described by the node's configuration.
+#[derive(Debug)]
+pub struct HostDevices {
+    pub(super) found: Arc<FoundDevices>,
+    pub(super) devices: value::Receiver<Arc<Devices>>,
+}
+
+impl NodeDriver for HostDevices {
+    fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
+        WatchStream::new(self.devices.clone()).map(|devices| devices.values().cloned().collect())
+    }
+
+    /// Repeats the search's checks for mounts, swap areas and volumes on the device's disks, because a mount causes no event and the
+    /// periodic search runs only once a minute.
+    async fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
+        // A missing device is rejected by `container_edits`. For one without block devices there is nothing to read.
+        let found = self.found.found().get(device).cloned();
+        let Some(found) = found.filter(|found| found.disks().next().is_some()) else {
+            return Ok(());
+        };
+        let all = self.found.clone();
+        let name = device.to_owned();
+        let check = spawn_blocking(move || {
+            let held = || found.held(&all.paths.sys).unwrap_or_else(Some);
+            let Some(problem) = found.mounted(&all.paths).or_else(held) else {
+                return Ok(());
+            };
+            all.rescan.notify_one();
+            Err(NodeDriverError::InUse {
+                device: name,
+                problem,
+            })
+        });
+        check
+            .await
+            .unwrap_or_else(|_| Err(NodeDriverError::Ended(device.to_owned())))
+    }
+
+    async fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
+        // Only links and nodes in /dev are looked up, in memory.
+        let found = self.found.found().get(device).cloned();
+        let found = found.or_else(|| self.found.retired().get(device).cloned());
+        let found = found.ok_or_else(|| NodeDriverError::Gone {
+            device: device.to_owned(),
+            problem: "device discovery does not find it".to_owned(),
+        })?;
+        self.found
+            .check_unchanged(device, &found)
+            .inspect_err(|_| self.found.rescan.notify_one())?;
+        Ok(found.container_edits(device))
     }
 }
 

@@ -16,32 +16,17 @@ mod uevent;
 
 use std::sync::Arc;
 
-use futures::{Stream, StreamExt as _};
 use tokio::sync::watch as value;
-use tokio::task::spawn_blocking;
-use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
 
 use self::device::FoundDevices;
-pub use self::device::HostPaths;
 pub(in crate::node) use self::device::device_number;
+pub use self::device::{Cause, ChangeCounts, HostDevices, HostPaths};
 pub use self::proposal::proposal;
 pub use self::scan::Candidate;
 use self::search::DeviceSearch;
-pub use self::search::{Cause, ChangeCounts, Survey, survey};
-use crate::api::crd::Device;
-use crate::core::prepare::container_edits::ContainerEdits;
-use crate::core::prepare::inventory::Devices;
+pub use self::search::{Survey, survey};
 use crate::node::config::NodeConfiguration;
-use crate::node::driver::{NodeDriver, NodeDriverError};
-
-/// The built-in [`NodeDriver`]: devices described by the node's configuration.
-#[derive(Debug)]
-pub struct HostDevices {
-    found: Arc<FoundDevices>,
-    change_counts: value::Sender<ChangeCounts>,
-    devices: value::Receiver<Arc<Devices>>,
-}
 
 impl HostDevices {
     /// Searches once, then keeps searching with the current configuration until the token is cancelled.
@@ -51,49 +36,14 @@ impl HostDevices {
         shutdown: CancellationToken,
     ) -> Self {
         let found = Arc::new(FoundDevices::new(paths));
-        let change_counts = value::Sender::<ChangeCounts>::default();
         let (sender, devices) = value::channel(Arc::default());
-        DeviceSearch::start(
-            found.clone(),
-            change_counts.clone(),
-            configuration,
-            sender,
-            shutdown,
-        )
-        .await;
-        Self {
-            found,
-            change_counts,
-            devices,
-        }
+        DeviceSearch::start(found.clone(), configuration, sender, shutdown).await;
+        Self { found, devices }
     }
 
     /// Number of changes detected by each cause.
     pub fn change_counts(&self) -> ChangeCounts {
-        self.change_counts.borrow().clone()
-    }
-}
-
-impl NodeDriver for HostDevices {
-    fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
-        WatchStream::new(self.devices.clone()).map(|devices| devices.values().cloned().collect())
-    }
-
-    async fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
-        // For all other devices there is nothing to read.
-        let Some(disks) = self.found.with_disks(device) else {
-            return Ok(());
-        };
-        let found = self.found.clone();
-        let name = device.to_owned();
-        spawn_blocking(move || found.check_unused(&name, &disks))
-            .await
-            .unwrap_or_else(|_| Err(NodeDriverError::Ended(device.to_owned())))
-    }
-
-    async fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
-        // Only links and nodes in /dev are looked up, in memory.
-        self.found.container_edits(device)
+        self.found.change_counts.borrow().clone()
     }
 }
 

@@ -13,14 +13,13 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::device::{FoundByName, FoundDevice, FoundDevices, HostPaths};
+use super::device::{Cause, FoundByName, FoundDevice, FoundDevices, HostPaths};
 use super::probe::Prober;
 use super::scan::{Candidate, Scan, scan};
 use super::uevent::Uevents;
-use crate::api::crd::{Device, TEXT_MAX};
+use crate::api::crd::{Device, Devices, TEXT_MAX};
 use crate::core::discovery::health::HealthRecords;
 use crate::core::prepare::container_edits::ContainerEdits;
-use crate::core::prepare::inventory::Devices;
 use crate::node::config::NodeConfiguration;
 use crate::node::directory_watch::DirectoryWatches;
 use crate::node::resync;
@@ -39,44 +38,9 @@ const SEARCH_LIMIT: Duration = Duration::from_secs(10);
 /// How long to gather events before a search: plugging in one device causes several.
 const GATHER: Duration = Duration::from_millis(100);
 
-/// The trigger of a search.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Cause {
-    /// A uevent of the kernel.
-    Kernel,
-    /// A change in a watched directory.
-    Directory,
-    /// The periodic resync.
-    Rescan,
-    /// The recheck of an unhealthy device, or after an incomplete search.
-    Recheck,
-    /// A device that differed from the last search when it was requested.
-    Request,
-    /// A changed configuration.
-    Configuration,
-}
-
-impl Cause {
-    /// The cause as logged.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Kernel => "kernel",
-            Self::Directory => "directory",
-            Self::Rescan => "rescan",
-            Self::Recheck => "recheck",
-            Self::Request => "request",
-            Self::Configuration => "configuration",
-        }
-    }
-}
-
-/// Number of device changes detected by each cause. A cause that stays at zero on a machine with hotplugged devices is broken.
-pub type ChangeCounts = BTreeMap<Cause, u64>;
-
 /// The discovery task.
 pub(super) struct DeviceSearch {
     devices: Arc<FoundDevices>,
-    change_counts: value::Sender<ChangeCounts>,
     configuration: value::Receiver<Arc<NodeConfiguration>>,
     sender: value::Sender<Arc<Devices>>,
     prober: Prober,
@@ -99,13 +63,11 @@ pub(super) struct DeviceSearch {
 impl DeviceSearch {
     fn new(
         devices: Arc<FoundDevices>,
-        change_counts: value::Sender<ChangeCounts>,
         configuration: value::Receiver<Arc<NodeConfiguration>>,
         sender: value::Sender<Arc<Devices>>,
     ) -> Self {
         Self {
             devices,
-            change_counts,
             configuration,
             sender,
             prober: Prober::default(),
@@ -122,12 +84,11 @@ impl DeviceSearch {
 
     pub(super) async fn start(
         devices: Arc<FoundDevices>,
-        change_counts: value::Sender<ChangeCounts>,
         configuration: value::Receiver<Arc<NodeConfiguration>>,
         sender: value::Sender<Arc<Devices>>,
         shutdown: CancellationToken,
     ) {
-        let mut search = Self::new(devices, change_counts, configuration, sender);
+        let mut search = Self::new(devices, configuration, sender);
         // Subscribe before the first search, so that no change is missed in between.
         let fallback = "kernel device events and periodic searches remain".to_owned();
         let watches = DirectoryWatches::new(WatchMask::empty(), fallback);
@@ -176,7 +137,8 @@ impl DeviceSearch {
                 unhealthy, noticed_by, "the devices of this node have changed"
             );
             if let Some(cause) = cause {
-                self.change_counts
+                self.devices
+                    .change_counts
                     .send_modify(|counts| *counts.entry(cause).or_default() += 1);
             }
         }
@@ -403,7 +365,6 @@ mod tests {
         };
         let mut search = DeviceSearch::new(
             Arc::new(FoundDevices::new(paths)),
-            value::Sender::default(),
             value::channel(Arc::default()).1,
             value::channel(Arc::default()).0,
         );

@@ -9,11 +9,12 @@ use super::device::{FoundByName, FoundDevice};
 use super::scan::{Scan, scan};
 use super::search::published;
 use super::*;
-use crate::api::crd::{AttributeValue, Device, Mode};
+use crate::api::crd::{AttributeValue, Device, Devices, Mode};
 use crate::core::discovery::attributes::fit;
 use crate::core::discovery::health::HealthRecords;
 use crate::core::names::device_name;
 use crate::core::prepare::container_edits::DeviceNode;
+use crate::node::driver::NodeDriver;
 
 #[path = "../../../tests/support/not_run.rs"]
 mod not_run;
@@ -792,16 +793,16 @@ async fn a_device_that_has_gone_or_become_another_is_refused_at_once() {
         driver.container_edits("nowhere").await.unwrap_err().reason(),
         "DeviceGone"
     );
-    // Without an `await` in between, so that no search intervenes.
+    // These calls never wait, so that no search intervenes.
     std::fs::remove_file(host.dev("test-a")).unwrap();
     assert_eq!(
-        driver.found.container_edits("test-a").unwrap_err().reason(),
+        driver.container_edits("test-a").await.unwrap_err().reason(),
         "DeviceGone"
     );
     std::fs::remove_file(host.dev("test-b")).unwrap();
     host.character("test-b", 7);
     assert_eq!(
-        driver.found.container_edits("test-b").unwrap_err().reason(),
+        driver.container_edits("test-b").await.unwrap_err().reason(),
         "DeviceChanged"
     );
     let mut devices = driver.devices.clone();
@@ -813,7 +814,7 @@ async fn a_device_that_has_gone_or_become_another_is_refused_at_once() {
     std::fs::remove_file(host.dev("test-b")).unwrap();
     symlink(Path::new("/etc/passwd"), host.dev("test-b")).unwrap();
     assert_eq!(
-        driver.found.container_edits("test-b").unwrap_err().reason(),
+        driver.container_edits("test-b").await.unwrap_err().reason(),
         "DeviceGone"
     );
     shutdown.cancel();

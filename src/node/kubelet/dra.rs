@@ -197,7 +197,7 @@ mod tests {
     use tokio::task::JoinHandle;
 
     use super::*;
-    use crate::node::context::NodeContext;
+    use crate::core::names::DriverName;
 
     const DRIVER: &str = "drayman.dev";
 
@@ -208,7 +208,7 @@ mod tests {
         let server = kube::Config::new("http://127.0.0.1:9".parse().unwrap());
         let client = kube::Client::try_from(server).unwrap();
         let api = DraApi::Structured {
-            claims: ClaimReader::new(NodeContext::for_tests(client)),
+            claims: ClaimReader::new(client, DriverName::parse("drayman.dev").unwrap()),
             health: DeviceHealth {
                 node_name: "node-a".into(),
                 devices: watch::channel(Arc::default()).1,

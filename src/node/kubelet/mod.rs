@@ -15,7 +15,6 @@ pub mod pod_resources;
 mod registration;
 pub mod transport;
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -24,7 +23,6 @@ use thiserror::Error;
 use tokio::sync::watch;
 use tonic::Status;
 
-use crate::api::proto::MAX_CLAIMS;
 use crate::core::names::NameError;
 pub use crate::core::prepare::kubelet_apis::KubeletApiState;
 use crate::node::kubelet::transport::{SocketError, SocketPath};
@@ -197,39 +195,6 @@ fn wrong_number_of_answers(asked: usize, answers: usize) -> Status {
 fn refused(message: String) -> Status {
     tracing::warn!(reason = "InvalidRequest", "a call is refused: {message}");
     Status::invalid_argument(message)
-}
-
-/// Rejects a call with too many claims, a missing uid or a duplicate uid. `claims` are namespace, name and uid of each.
-fn check_claims<'a>(
-    claims: impl ExactSizeIterator<Item = (&'a str, &'a str, &'a str)>,
-) -> Result<(), Status> {
-    let count = claims.len();
-    if count > MAX_CLAIMS {
-        return Err(refused(format!(
-            "{count} claims in one call, at most {MAX_CLAIMS} are allowed"
-        )));
-    }
-    let mut uids = BTreeSet::new();
-    for (namespace, name, uid) in claims {
-        if uid.is_empty() {
-            return Err(no_uid(namespace, name));
-        }
-        if !uids.insert(uid) {
-            return Err(refused(format!(
-                "the claim uid {} is listed twice in one call",
-                shown(uid)
-            )));
-        }
-    }
-    Ok(())
-}
-
-fn no_uid(namespace: &str, name: &str) -> Status {
-    refused(format!(
-        "the claim {} in namespace {} has no uid",
-        shown(name),
-        shown(namespace)
-    ))
 }
 
 /// Caller input for errors and logs: escaped, and at most `MOST` characters.

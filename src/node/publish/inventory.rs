@@ -23,10 +23,10 @@ use tracing::{debug, info, warn};
 
 use super::calls::{PublishError, RETRY, call, spread};
 use super::cluster::ClusterReader;
+use crate::api::crd::Devices;
 use crate::core::discovery::device_events::{DeviceEvent, device_events};
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
-use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::kubelet_apis::ApisDown;
 use crate::node::context::NodeContext;
 use crate::node::service::Quarantine;

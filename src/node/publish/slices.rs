@@ -27,10 +27,10 @@ use tracing::{debug, info, warn};
 
 use super::calls::{PublishError, RETRY, call, spread};
 use super::inventory::InventoryPublisher;
+use crate::api::crd::Devices;
 use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::{ClaimsApi, FIRST_STRUCTURED_MINOR, is_too_early};
-use crate::core::prepare::inventory::Devices;
 use crate::core::slices::{Altered, Features, NodePool, Omission, Omitted, Slices, Write};
 use crate::node::context::NodeContext;
 use crate::node::metrics::SliceCounts;

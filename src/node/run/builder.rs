@@ -16,6 +16,7 @@ use tracing::{info, warn};
 use super::kubelet_apis::{ClaimsEndpoint, KubeletApis, ServedClaims};
 use super::mounted::mounted;
 use super::{NodeError, NodeOptions};
+use crate::api::crd::Devices;
 use crate::api::proto::node_records::HandOverResponse;
 use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::names::DriverName;
@@ -23,10 +24,9 @@ use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::containers::WithdrawnDevices;
 use crate::core::prepare::device_plugin::ExtendedResource;
-use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::recovery::running_claims;
 use crate::node::admin::{self, Companion};
-use crate::node::claim::ClaimWatch;
+use crate::node::claim_watch::ClaimWatch;
 use crate::node::container_runtime::{ContainerRuntime, CriClient};
 use crate::node::context::NodeContext;
 use crate::node::driver::NodeDriver;
@@ -209,7 +209,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             node: node.clone(),
             paths: options.kubelet(),
             structured: DraApi::Structured {
-                claims: ClaimReader::new(context.clone()),
+                claims: ClaimReader::new(context.client.clone(), context.driver_name.clone()),
                 health: DeviceHealth {
                     node_name: options.node_name.clone(),
                     devices: devices.clone(),

@@ -10,12 +10,12 @@ use tracing::warn;
 
 use super::NodeState;
 use super::resources::{FinishedQuery, QueryGap, WaitingRequest};
+use crate::api::crd::Devices;
 use crate::api::crd::{Device, DeviceNumber};
 use crate::core::names::device_of_plugin_id;
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::device_manager::numbers_value;
 use crate::core::prepare::device_plugin::{check_allocate, evicted};
-use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::plan::{Missing, Refusal};
 use crate::core::prepare::prepared_claims::are_among;
 use crate::core::prepare::recovery::plan_free;

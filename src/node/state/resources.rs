@@ -12,12 +12,13 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
+use crate::api::crd::Devices;
 use crate::api::crd::{Device, DeviceNumber};
 use crate::core::prepare::containers::{
     AllocatedClaims, Conflicting, Containers, ResourceSnapshot, WithdrawnDevices,
 };
 use crate::core::prepare::device_plugin::ExtendedResource;
-use crate::core::prepare::inventory::{Devices, HandedOut, PluginDevice};
+use crate::core::prepare::inventory::{HandedOut, PluginDevice};
 use crate::core::prepare::plan::ClaimToPrepare;
 use crate::core::prepare::prepared_claims::{PreparedClaims, are_among, share_a_node};
 use crate::node::service::{ListedContainers, ServedResource, ServiceError};

@@ -3,11 +3,11 @@
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
-use super::structured::unprepare;
+use super::structured::{check_claims, no_uid, unprepare};
 use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::dra_v1alpha2 as v1alpha2;
 use crate::api::proto::dra_v1alpha3 as v1alpha3;
-use crate::node::kubelet::{check_claims, no_uid, recoded, status, with_reason, wrong_number_of_answers};
+use crate::node::kubelet::{recoded, status, with_reason, wrong_number_of_answers};
 use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, NodeService, ServiceError};
 
 /// The version announced in the plugin registration. Kubelet up to 1.31 accepts any 1.x, but while a plugin of this name is

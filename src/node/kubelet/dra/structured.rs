@@ -1,14 +1,16 @@
 //! Structured mode: `v1.DRAPlugin` and `v1beta1.DRAPlugin` of kubelet 1.32 and later. The requests name claims; their allocation is read
 //! from the API server.
 
+use std::collections::BTreeSet;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::AsyncReadExt as _;
 use futures::future::join_all;
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use kube::Resource as _;
 use kube::api::GetParams;
+use kube::{Client, Resource as _};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 use tonic::service::Routes;
@@ -16,14 +18,13 @@ use tonic::{Request, Response, Status};
 use tracing::warn;
 
 use super::device_health;
-use crate::api::proto::MAX_REQUEST;
+use crate::api::claim::DecodedClaim;
+use crate::api::proto::{MAX_CLAIMS, MAX_REQUEST};
 use crate::api::proto::{dra_v1 as v1, dra_v1beta1 as v1beta1};
-use crate::core::names::{is_dns_label, is_dns_subdomain};
+use crate::core::names::{DriverName, is_dns_label, is_dns_subdomain};
 use crate::core::prepare::device_metadata::base_request;
 use crate::core::prepare::plan::{ResultsError, results_of_claim};
-use crate::node::claim::DecodedClaim;
-use crate::node::context::NodeContext;
-use crate::node::kubelet::{check_claims, recoded, shown, with_reason, wrong_number_of_answers};
+use crate::node::kubelet::{recoded, refused, shown, with_reason, wrong_number_of_answers};
 use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, NodeService};
 
 /// Maximum number of claims read at once, so that pods with many claims neither flood the API server nor fill the memory.
@@ -169,6 +170,39 @@ pub(super) async fn unprepare(
     })
 }
 
+/// Rejects a call with too many claims, a missing uid or a duplicate uid. `claims` are namespace, name and uid of each.
+pub(super) fn check_claims<'a>(
+    claims: impl ExactSizeIterator<Item = (&'a str, &'a str, &'a str)>,
+) -> Result<(), Status> {
+    let count = claims.len();
+    if count > MAX_CLAIMS {
+        return Err(refused(format!(
+            "{count} claims in one call, at most {MAX_CLAIMS} are allowed"
+        )));
+    }
+    let mut uids = BTreeSet::new();
+    for (namespace, name, uid) in claims {
+        if uid.is_empty() {
+            return Err(no_uid(namespace, name));
+        }
+        if !uids.insert(uid) {
+            return Err(refused(format!(
+                "the claim uid {} is listed twice in one call",
+                shown(uid)
+            )));
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn no_uid(namespace: &str, name: &str) -> Status {
+    refused(format!(
+        "the claim {} in namespace {} has no uid",
+        shown(name),
+        shown(namespace)
+    ))
+}
+
 fn id(claim: &v1::Claim) -> (&str, &str, &str) {
     (&claim.namespace, &claim.name, &claim.uid)
 }
@@ -227,9 +261,10 @@ impl v1beta1::dra_plugin_server::DraPlugin for DraPlugin {
 }
 
 /// Reads claims.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct ClaimReader {
-    context: NodeContext,
+    client: Client,
+    driver_name: DriverName,
     reads: Arc<Semaphore>,
 }
 
@@ -277,11 +312,21 @@ impl From<kube::Error> for ClaimError {
     }
 }
 
+impl fmt::Debug for ClaimReader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ClaimReader").finish_non_exhaustive()
+    }
+}
+
 impl ClaimReader {
     /// A reader of the allocations of a driver.
-    pub fn new(context: NodeContext) -> Self {
+    pub fn new(client: Client, driver_name: DriverName) -> Self {
         let reads = Arc::new(Semaphore::new(READS));
-        Self { context, reads }
+        Self {
+            client,
+            driver_name,
+            reads,
+        }
     }
 
     /// The driver's results in the allocation of a claim: one read of the claim, without a deadline.
@@ -303,7 +348,7 @@ impl ClaimReader {
             .get(name, &GetParams::default())
             .map_err(kube::Error::BuildRequest)?;
         request.extensions_mut().insert("get"); // The name of the trace span, as in `Api::get`.
-        let answer = self.context.client.request_stream(request).await?;
+        let answer = self.client.request_stream(request).await?;
         let mut text = Vec::new();
         // One byte more shows that there is more.
         let read = answer.take(CLAIM_MAX + 1).read_to_end(&mut text).await;
@@ -312,7 +357,7 @@ impl ClaimReader {
             return Err(ClaimError::TooLarge);
         }
         let DecodedClaim(claim) = serde_json::from_slice(&text).map_err(kube::Error::SerdeError)?;
-        Ok(results_of_claim(claim, uid, &self.context.driver_name)?)
+        Ok(results_of_claim(claim, uid, &self.driver_name)?)
     }
 }
 
@@ -365,7 +410,10 @@ mod tests {
             }
         };
         let client = kube::Client::new(tower::service_fn(serve), "default");
-        (ClaimReader::new(NodeContext::for_tests(client)), most)
+        (
+            ClaimReader::new(client, DriverName::parse("drayman.dev").unwrap()),
+            most,
+        )
     }
 
     fn allocated_claim(finalizers: usize) -> Value {

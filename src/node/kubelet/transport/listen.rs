@@ -6,20 +6,19 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncWrite, AsyncWriteExt, DuplexStream};
+use tokio::io::DuplexStream;
 use tokio::net::UnixStream;
-use tokio::net::unix::OwnedReadHalf;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, sleep};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::service::Routes;
 use tonic::transport::Server;
 
-use super::authority::{MAX_DECODED_BLOCK, MAX_FRAME, Rewriter};
 use super::count::{CountLayer, GrpcCalls};
+use super::relay::{CHUNK, MAX_DECODED_BLOCK, MAX_FRAME, relay};
 use super::socket::{DirectoryWatch, Socket, SocketError, SocketPath, check_path};
 
 /// Connections to one socket at a time; further ones are closed at once. Kubelet opens one or two, so the rest is for health checks
@@ -35,16 +34,12 @@ const STREAM_WINDOW: u32 = 65_535;
 const CONNECTION_WINDOW: u32 = 262_144;
 /// Grace period for calls in flight after a shutdown.
 const DRAIN: Duration = Duration::from_secs(5);
-/// How long a client may take to finish a preface or a header block. No well-behaved client pauses there.
-const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval of pings on a connection on which nothing arrives: kubelet may be silent on that of a ListAndWatch for months. Each ping
 /// wakes an idle node.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(300);
 /// How long a client may take to answer a ping. A node whose kubelet is silent for 40 s is not ready; when a ListAndWatch ends
 /// earlier, kubelet marks its devices unhealthy for no reason.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Bytes per read from a client, and in each direction of the pipe between a connection and its server.
-const CHUNK: usize = 8192;
 /// Shortest time between two log lines about refused connections.
 const REFUSAL_LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// First and longest delay before a lost socket is recreated.
@@ -269,76 +264,6 @@ impl Refusals {
     }
 }
 
-/// Passes bytes between a client and its server, with the `:authority` of requests replaced, until either closes or `cut` is
-/// cancelled.
-async fn relay(client: UnixStream, server: DuplexStream, cut: CancellationToken) {
-    let (from_client, mut to_client) = client.into_split();
-    let (mut from_server, to_server) = tokio::io::split(server);
-    let requests = async {
-        relay_requests(&from_client, to_server).await?;
-        // The client sends no more. The server closes its end once it has answered.
-        std::future::pending::<io::Result<()>>().await
-    };
-    let responses = async { tokio::io::copy(&mut from_server, &mut to_client).await.map(drop) };
-    let ended = tokio::select! {
-        () = cut.cancelled() => Ok(()),
-        ended = requests => ended,
-        ended = responses => ended,
-    };
-    if let Err(error) = ended {
-        tracing::debug!(%error, "a connection is closed");
-    }
-}
-
-/// Passes on requests until the client sends no more. Fails if it breaks HTTP/2 or does not finish a header in time.
-async fn relay_requests(client: &OwnedReadHalf, mut server: impl AsyncWrite + Unpin) -> io::Result<()> {
-    let mut rewriter = Rewriter::default();
-    let mut deadline = None;
-    loop {
-        deadline = match (rewriter.owed(), deadline) {
-            (None, _) => None,
-            (Some(part), Some((since, at))) if part == since => Some((since, at)),
-            (Some(part), _) => Some((part, Instant::now() + HEADER_TIMEOUT)),
-        };
-        let input = match deadline {
-            None => read(client).await?,
-            Some((_, at)) => timeout_at(at, read(client)).await.unwrap_or_else(|_| {
-                tracing::warn!(
-                    reason = "UnfinishedRequest",
-                    "a connection is closed: the client does not finish a header within {HEADER_TIMEOUT:?}"
-                );
-                Err(io::ErrorKind::TimedOut.into())
-            })?,
-        };
-        if input.is_empty() {
-            return server.shutdown().await;
-        }
-        let mut rest = input.as_slice();
-        while !rest.is_empty() {
-            let mut output = Vec::new();
-            let used = rewriter.advance(rest, &mut output).map_err(|error| {
-                tracing::warn!(reason = error.reason(), %error, "a connection is closed");
-                io::Error::new(io::ErrorKind::InvalidData, error)
-            })?;
-            rest = rest.get(used..).unwrap_or_default();
-            server.write_all(&output).await?;
-        }
-    }
-}
-
-/// The next bytes, none at the end. The buffer is made when there are bytes, so that an idle connection has none.
-async fn read(client: &OwnedReadHalf) -> io::Result<Vec<u8>> {
-    loop {
-        client.readable().await?;
-        let mut input = Vec::with_capacity(CHUNK);
-        match client.try_read_buf(&mut input) {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => return Err(error),
-            Ok(_) => return Ok(input),
-        }
-    }
-}
-
 async fn accept(socket: Option<&Socket>) -> io::Result<UnixStream> {
     match socket {
         Some(socket) => socket.listener.accept().await.map(|(stream, _)| stream),
@@ -353,26 +278,7 @@ const fn may_connect(uid: u32, own: u32) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::AsyncReadExt;
-
     use super::*;
-
-    const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-    const PING: &[u8] = &[0, 0, 8, 6, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8];
-
-    /// The client's and the server's end of a relayed connection.
-    fn relayed(cut: &CancellationToken) -> (UnixStream, DuplexStream, JoinHandle<()>) {
-        let (client, accepted) = UnixStream::pair().unwrap();
-        let (pipe, server) = tokio::io::duplex(CHUNK);
-        (client, server, tokio::spawn(relay(accepted, pipe, cut.clone())))
-    }
-
-    /// The bytes that the server reads until the connection is closed.
-    async fn received(server: &mut DuplexStream) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        server.read_to_end(&mut bytes).await.unwrap();
-        bytes
-    }
 
     #[test]
     fn only_root_and_our_own_user_may_connect() {
@@ -386,100 +292,5 @@ mod tests {
         let counts =
             [0, 1, 59, 60, 61, 200].map(|second| refusals.count(start + Duration::from_secs(second)));
         assert_eq!(counts, [Some(1), None, None, Some(3), None, Some(2)]);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_client_without_a_whole_preface_is_closed_in_10_s() {
-        for sent in [&[][..], &PREFACE[..5]] {
-            let (mut client, mut server, relay) = relayed(&CancellationToken::new());
-            client.write_all(sent).await.unwrap();
-            let start = Instant::now();
-            assert_eq!(received(&mut server).await, sent);
-            relay.await.unwrap();
-            assert_eq!(start.elapsed().as_secs(), 10);
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_header_block_that_trickles_in_is_closed_in_10_s() {
-        let (mut client, mut server, _relay) = relayed(&CancellationToken::new());
-        client.write_all(PREFACE).await.unwrap();
-        let begin = [&[0, 0, 200, 1, 0, 0, 0, 0, 1][..], &[0x82]].concat();
-        tokio::spawn(async move {
-            sleep(Duration::from_secs(100)).await;
-            client.write_all(&begin).await.unwrap();
-            for _ in 0..100 {
-                sleep(Duration::from_secs(1)).await;
-                if client.write_all(&[0x82]).await.is_err() {
-                    return;
-                }
-            }
-        });
-        let start = Instant::now();
-        assert_eq!(received(&mut server).await, PREFACE);
-        assert_eq!(start.elapsed().as_secs(), 110);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn an_established_connection_may_be_silent_for_months() {
-        let (mut client, mut server, _relay) = relayed(&CancellationToken::new());
-        client.write_all(PREFACE).await.unwrap();
-        tokio::spawn(async move {
-            sleep(Duration::from_secs(100 * 24 * 3600)).await;
-            client.write_all(PING).await.unwrap();
-        });
-        let mut bytes = [0; 41];
-        server.read_exact(&mut bytes).await.unwrap();
-        assert_eq!(bytes[24..], *PING);
-    }
-
-    #[tokio::test]
-    async fn a_cut_ends_a_connection_that_neither_side_closes() {
-        let cut = CancellationToken::new();
-        let (mut client, mut server, relay) = relayed(&cut);
-        client.write_all(PREFACE).await.unwrap();
-        // More than the pipe and the socket take, so that the relay waits for the client to read.
-        let writer = tokio::spawn(async move { server.write_all(&vec![0; 4_000_000]).await });
-        tokio::task::yield_now().await;
-        cut.cancel();
-        relay.await.unwrap();
-        assert_eq!(
-            writer.await.unwrap().unwrap_err().kind(),
-            io::ErrorKind::BrokenPipe
-        );
-    }
-
-    #[tokio::test]
-    async fn a_client_that_breaks_the_protocol_is_closed() {
-        let (mut client, mut server, relay) = relayed(&CancellationToken::new());
-        client.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
-        assert!(received(&mut server).await.is_empty());
-        relay.await.unwrap();
-        assert_eq!(client.read(&mut [0; 1]).await.unwrap_or_default(), 0);
-    }
-
-    #[tokio::test]
-    async fn every_byte_passes_in_both_directions() {
-        let data = [&[0, 0x40, 0, 0, 0, 0, 0, 0, 1][..], &[7; 16_384]].concat();
-        let requests = [PREFACE.to_vec(), data.repeat(20)].concat();
-        let responses = vec![9; 300_000];
-        let (client, server, relay) = relayed(&CancellationToken::new());
-        let (mut from_server, mut to_server) = client.into_split();
-        let (mut from_client, mut to_client) = tokio::io::split(server);
-        let (mut got_requests, mut got_responses) = (vec![0; requests.len()], vec![0; responses.len()]);
-        let results = tokio::join!(
-            to_server.write_all(&requests),
-            from_client.read_exact(&mut got_requests),
-            to_client.write_all(&responses),
-            from_server.read_exact(&mut got_responses),
-        );
-        results.0.and(results.2).unwrap();
-        results.1.and(results.3).unwrap();
-        assert!(got_requests == requests && got_responses == responses);
-        // The client closes, then the server.
-        drop((to_server, from_server));
-        assert_eq!(from_client.read(&mut [0; 1]).await.unwrap(), 0);
-        drop((from_client, to_client));
-        relay.await.unwrap();
     }
 }

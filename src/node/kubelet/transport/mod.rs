@@ -7,9 +7,9 @@
 //! An established connection has no idle or age limit, because kubelet marks all devices unhealthy when its ListAndWatch ends. It is
 //! closed if the client does not answer a ping.
 
-pub mod authority;
 mod count;
 mod listen;
+pub mod relay;
 mod socket;
 
 pub use count::{GrpcCalls, GrpcMethod, MethodMetrics};

@@ -10,9 +10,9 @@ use kube::api::ObjectMeta;
 use serde::de::{IgnoredAny, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
+use crate::api::crd::Devices;
 use crate::api::crd::{Device, NodeInventory, NodeInventoryStatus};
 use crate::api::resource::partial_resource;
-use crate::core::prepare::inventory::Devices;
 
 /// A NodeInventory with its devices reduced to `D`.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -14,7 +14,7 @@ use tracing::{error, warn};
 use crate::api::cdi::Spec;
 use crate::core::names::{ClaimUid, DriverName};
 use crate::core::prepare::checkpoint::{Checkpoint, CheckpointError, ClusterFacts};
-use crate::core::prepare::container_edits::{ContainerEdits, cdi_mount, cdi_spec_of_device};
+use crate::core::prepare::container_edits::{ContainerEdits, cdi_spec_of_device};
 use crate::core::prepare::kubelet_state::{self, KubeletClaims, KubeletView};
 use crate::core::prepare::plan::Storage;
 use crate::core::prepare::prepared_claims::{Entry, PreparedClaims};
@@ -296,18 +296,12 @@ impl CdiDirectory {
 
     /// Updates the file of a claim, and before it the metadata files that it mounts. Writes nothing if they are up to date.
     fn write(&self, uid: &ClaimUid, entry: &Entry) -> Result<(), StoreError> {
-        let Some(mut spec) = entry.cdi_spec(&self.driver, uid) else {
+        let directory = self.metadata_directory(uid);
+        let Some((spec, metadata)) = entry.files(&self.driver, uid, &directory) else {
             return Ok(());
         };
-        let directory = self.metadata_directory(uid);
-        for file in entry.metadata_files(&self.driver, uid) {
-            let path = directory.join(&file.name);
-            self.write_file(&path, file.content.as_bytes())?;
-            let mut devices = spec.devices.iter_mut();
-            if let Some(device) = devices.find(|device| device.name == file.cdi_device) {
-                let mount = file.mount(path.display().to_string());
-                device.container_edits.mounts.push(cdi_mount(&mount));
-            }
+        for file in metadata {
+            self.write_file(&directory.join(&file.name), file.content.as_bytes())?;
         }
         self.write_spec(&self.path(uid), &spec)
     }

@@ -1,5 +1,8 @@
 use loona_hpack::{Decoder, Encoder};
 use proptest::prelude::*;
+use tokio::io::AsyncReadExt;
+use tokio::task::JoinHandle;
+use tokio::time::sleep;
 
 use super::*;
 
@@ -416,4 +419,115 @@ fn index_zero_and_a_cut_string_are_refused() {
             "{block:x?}"
         );
     }
+}
+
+const PING: &[u8] = &[0, 0, 8, 6, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8];
+
+/// The client's and the server's end of a relayed connection.
+fn relayed(cut: &CancellationToken) -> (UnixStream, DuplexStream, JoinHandle<()>) {
+    let (client, accepted) = UnixStream::pair().unwrap();
+    let (pipe, server) = tokio::io::duplex(CHUNK);
+    (client, server, tokio::spawn(relay(accepted, pipe, cut.clone())))
+}
+
+/// The bytes that the server reads until the connection is closed.
+async fn received(server: &mut DuplexStream) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    server.read_to_end(&mut bytes).await.unwrap();
+    bytes
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_without_a_whole_preface_is_closed_in_10_s() {
+    for sent in [&[][..], &PREFACE[..5]] {
+        let (mut client, mut server, relay) = relayed(&CancellationToken::new());
+        client.write_all(sent).await.unwrap();
+        let start = Instant::now();
+        assert_eq!(received(&mut server).await, sent);
+        relay.await.unwrap();
+        assert_eq!(start.elapsed().as_secs(), 10);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_header_block_that_trickles_in_is_closed_in_10_s() {
+    let (mut client, mut server, _relay) = relayed(&CancellationToken::new());
+    client.write_all(PREFACE).await.unwrap();
+    let begin = [&[0, 0, 200, 1, 0, 0, 0, 0, 1][..], &[0x82]].concat();
+    tokio::spawn(async move {
+        sleep(Duration::from_secs(100)).await;
+        client.write_all(&begin).await.unwrap();
+        for _ in 0..100 {
+            sleep(Duration::from_secs(1)).await;
+            if client.write_all(&[0x82]).await.is_err() {
+                return;
+            }
+        }
+    });
+    let start = Instant::now();
+    assert_eq!(received(&mut server).await, PREFACE);
+    assert_eq!(start.elapsed().as_secs(), 110);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_established_connection_may_be_silent_for_months() {
+    let (mut client, mut server, _relay) = relayed(&CancellationToken::new());
+    client.write_all(PREFACE).await.unwrap();
+    tokio::spawn(async move {
+        sleep(Duration::from_secs(100 * 24 * 3600)).await;
+        client.write_all(PING).await.unwrap();
+    });
+    let mut bytes = [0; 41];
+    server.read_exact(&mut bytes).await.unwrap();
+    assert_eq!(bytes[24..], *PING);
+}
+
+#[tokio::test]
+async fn a_cut_ends_a_connection_that_neither_side_closes() {
+    let cut = CancellationToken::new();
+    let (mut client, mut server, relay) = relayed(&cut);
+    client.write_all(PREFACE).await.unwrap();
+    // More than the pipe and the socket take, so that the relay waits for the client to read.
+    let writer = tokio::spawn(async move { server.write_all(&vec![0; 4_000_000]).await });
+    tokio::task::yield_now().await;
+    cut.cancel();
+    relay.await.unwrap();
+    assert_eq!(
+        writer.await.unwrap().unwrap_err().kind(),
+        io::ErrorKind::BrokenPipe
+    );
+}
+
+#[tokio::test]
+async fn a_client_that_breaks_the_protocol_is_closed() {
+    let (mut client, mut server, relay) = relayed(&CancellationToken::new());
+    client.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+    assert!(received(&mut server).await.is_empty());
+    relay.await.unwrap();
+    assert_eq!(client.read(&mut [0; 1]).await.unwrap_or_default(), 0);
+}
+
+#[tokio::test]
+async fn every_byte_passes_in_both_directions() {
+    let data = [&[0, 0x40, 0, 0, 0, 0, 0, 0, 1][..], &[7; 16_384]].concat();
+    let requests = [PREFACE.to_vec(), data.repeat(20)].concat();
+    let responses = vec![9; 300_000];
+    let (client, server, relay) = relayed(&CancellationToken::new());
+    let (mut from_server, mut to_server) = client.into_split();
+    let (mut from_client, mut to_client) = tokio::io::split(server);
+    let (mut got_requests, mut got_responses) = (vec![0; requests.len()], vec![0; responses.len()]);
+    let results = tokio::join!(
+        to_server.write_all(&requests),
+        from_client.read_exact(&mut got_requests),
+        to_client.write_all(&responses),
+        from_server.read_exact(&mut got_responses),
+    );
+    results.0.and(results.2).unwrap();
+    results.1.and(results.3).unwrap();
+    assert!(got_requests == requests && got_responses == responses);
+    // The client closes, then the server.
+    drop((to_server, from_server));
+    assert_eq!(from_client.read(&mut [0; 1]).await.unwrap(), 0);
+    drop((from_client, to_client));
+    relay.await.unwrap();
 }

@@ -1,14 +1,28 @@
-//! Replaces the `:authority` of HTTP/2 requests, because h2 rejects kubelet's.
+//! One open connection: passes bytes between client and server, and cuts off unfinished headers.
 //!
-//! grpc-go uses the dialled address as the authority, and kubelet dials a socket path: raw or percent-encoded, for plugin
-//! registration in 1.27 to 1.36 and for DRA calls up to 1.33. RFC 3986 allows neither form, so h2 resets the stream with
-//! PROTOCOL_ERROR (hyperium/h2#487). On a Unix socket the authority has no meaning, so every authority becomes `localhost`.
+//! The `:authority` of requests is replaced, because h2 rejects kubelet's. grpc-go uses the dialled address as the authority, and
+//! kubelet dials a socket path: raw or percent-encoded, for plugin registration in 1.27 to 1.36 and for DRA calls up to 1.33. RFC
+//! 3986 allows neither form, so h2 resets the stream with PROTOCOL_ERROR (hyperium/h2#487). On a Unix socket the authority has no
+//! meaning, so every authority becomes `localhost`.
 //!
 //! [`Rewriter`] does no I/O. It copies all frames except header blocks; it decodes these and encodes them without Huffman coding or
 //! the dynamic table, so that the reader does not need the client's encoder state.
 
+use std::io;
+use std::time::Duration;
+
 use loona_hpack::Decoder;
 use thiserror::Error;
+use tokio::io::{AsyncWrite, AsyncWriteExt, DuplexStream};
+use tokio::net::UnixStream;
+use tokio::net::unix::OwnedReadHalf;
+use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
+
+/// Bytes per read from a client, and in each direction of the pipe between a connection and its server.
+pub(super) const CHUNK: usize = 8192;
+/// How long a client may take to finish a preface or a header block. No well-behaved client pauses there.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The HTTP/2 client connection preface (RFC 9113 section 3.4).
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -34,6 +48,76 @@ const END_STREAM: u8 = 0x1;
 const END_HEADERS: u8 = 0x4;
 const PADDED: u8 = 0x8;
 const PRIORITY: u8 = 0x20;
+
+/// Passes bytes between a client and its server, with the `:authority` of requests replaced, until either closes or `cut` is
+/// cancelled.
+pub(super) async fn relay(client: UnixStream, server: DuplexStream, cut: CancellationToken) {
+    let (from_client, mut to_client) = client.into_split();
+    let (mut from_server, to_server) = tokio::io::split(server);
+    let requests = async {
+        relay_requests(&from_client, to_server).await?;
+        // The client sends no more. The server closes its end once it has answered.
+        std::future::pending::<io::Result<()>>().await
+    };
+    let responses = async { tokio::io::copy(&mut from_server, &mut to_client).await.map(drop) };
+    let ended = tokio::select! {
+        () = cut.cancelled() => Ok(()),
+        ended = requests => ended,
+        ended = responses => ended,
+    };
+    if let Err(error) = ended {
+        tracing::debug!(%error, "a connection is closed");
+    }
+}
+
+/// Passes on requests until the client sends no more. Fails if it breaks HTTP/2 or does not finish a header in time.
+async fn relay_requests(client: &OwnedReadHalf, mut server: impl AsyncWrite + Unpin) -> io::Result<()> {
+    let mut rewriter = Rewriter::default();
+    let mut deadline = None;
+    loop {
+        deadline = match (rewriter.owed(), deadline) {
+            (None, _) => None,
+            (Some(part), Some((since, at))) if part == since => Some((since, at)),
+            (Some(part), _) => Some((part, Instant::now() + HEADER_TIMEOUT)),
+        };
+        let input = match deadline {
+            None => read(client).await?,
+            Some((_, at)) => timeout_at(at, read(client)).await.unwrap_or_else(|_| {
+                tracing::warn!(
+                    reason = "UnfinishedRequest",
+                    "a connection is closed: the client does not finish a header within {HEADER_TIMEOUT:?}"
+                );
+                Err(io::ErrorKind::TimedOut.into())
+            })?,
+        };
+        if input.is_empty() {
+            return server.shutdown().await;
+        }
+        let mut rest = input.as_slice();
+        while !rest.is_empty() {
+            let mut output = Vec::new();
+            let used = rewriter.advance(rest, &mut output).map_err(|error| {
+                tracing::warn!(reason = error.reason(), %error, "a connection is closed");
+                io::Error::new(io::ErrorKind::InvalidData, error)
+            })?;
+            rest = rest.get(used..).unwrap_or_default();
+            server.write_all(&output).await?;
+        }
+    }
+}
+
+/// The next bytes, none at the end. The buffer is made when there are bytes, so that an idle connection has none.
+async fn read(client: &OwnedReadHalf) -> io::Result<Vec<u8>> {
+    loop {
+        client.readable().await?;
+        let mut input = Vec::with_capacity(CHUNK);
+        match client.try_read_buf(&mut input) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+            Ok(_) => return Ok(input),
+        }
+    }
+}
 
 /// Why a connection is closed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
