@@ -196,9 +196,9 @@ fn filled(one: &DeviceRequests) -> Option<(DeviceAllocator, Vec<ResourceClaim>)>
             suitable_nodes: None,
         };
         let allocation = allocate(&mut allocator, request, Some(&target))?
-            .answers
-            .pop()?
-            .ok()?;
+            .answer
+            .ok()?
+            .pop()?;
         claims.push(claim(number, Some(allocation)));
     }
     allocator.observe_all(observed(&claims));
@@ -263,7 +263,7 @@ fn main() -> ExitCode {
             millis(1),
             || {
                 let allocated = allocate(&mut large, request(&constrained), Some(&node_name(0)));
-                let is_ok = |allocated: &AllocateOutcome| allocated.answers.iter().all(Result::is_ok);
+                let is_ok = |allocated: &AllocateOutcome| allocated.answer.is_ok();
                 assert!(allocated.as_ref().is_some_and(is_ok), "{allocated:?}");
                 large.deallocate(&asking);
             },

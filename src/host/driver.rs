@@ -687,11 +687,11 @@ impl HostDriver {
     async fn search_allocation(&self, claims: &[ClaimRequest<Self>], node: Option<&str>) -> AllocateOutcome {
         let owned = owned(claims);
         let requests = requested(claims);
-        let refuse = |errors| self.shared.state().allocator.refuse(&requests, errors);
+        let refuse = |error| self.shared.state().allocator.refuse(&requests, error);
         let route = self.piece(|state| state.allocator.route(&requests, node)).await;
         let route = match route {
             Ok(route) => route,
-            Err(errors) => return refuse(errors),
+            Err(error) => return refuse(error),
         };
         let mut work = WorkBudget::new(CALL_WORK_MAX);
         let nodes: Vec<String> = route.nodes().map(str::to_owned).collect();
@@ -709,8 +709,8 @@ impl HostDriver {
                 work = done;
                 let Some((snapshot, evaluated)) = found else { break };
                 if evaluated.iter().any(Result::is_err) {
-                    match granted(&route, snapshot.name(), evaluated, &requests) {
-                        Some(Err(errors)) => return refuse(errors),
+                    match granted(&route, snapshot.name(), evaluated) {
+                        Some(Err(error)) => return refuse(error),
                         _ => break,
                     }
                 }
@@ -725,7 +725,7 @@ impl HostDriver {
                     None if tries < MAX_TRIES => {}
                     None => {
                         let node = snapshot.name().to_owned();
-                        return refuse(vec![AllocateError::Changed { node }; claims.len()]);
+                        return refuse((0, AllocateError::Changed { node }));
                     }
                 }
             }
@@ -748,7 +748,7 @@ impl HostDriver {
                 })
                 .await;
         }
-        refuse(route.exhausted(&requests, shortage, &work))
+        refuse(route.exhausted(shortage, &work))
     }
 }
 
@@ -844,14 +844,13 @@ impl Driver for HostDriver {
             None => self.search_allocation(claims, node).await,
         };
         self.shared.changes.report(CapacityCause::Freed, allocated.freed);
-        let refused = claims.iter().zip(&allocated.answers);
-        let refused = refused.filter_map(|(request, answer)| Some((request, answer.as_ref().err()?)));
-        // The claim at fault; the pod's other claims are refused because of it.
-        let refused = refused.min_by_key(|(_, error)| matches!(error, AllocateError::Together { .. }));
-        match refused {
-            Some((request, error)) => Err(DriverError::from(error.clone()).for_claim(request.uid())),
-            None => Ok(allocated.answers.into_iter().flatten().collect()),
-        }
+        allocated.answer.map_err(|(claim, error)| {
+            let error = DriverError::from(error);
+            match claims.get(claim) {
+                Some(request) => error.for_claim(request.uid()),
+                None => error,
+            }
+        })
     }
 
     async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<(), DriverError> {

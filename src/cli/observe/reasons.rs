@@ -38,7 +38,7 @@ const fn companion(word: &'static str, means: &'static str) -> Reason {
 }
 
 /// All event reasons, in alphabetical order.
-pub(super) const EVENTS: [Reason; 43] = [
+pub(super) const EVENTS: [Reason; 42] = [
     controller(
         "AllocationMadeForAnother",
         "claim",
@@ -152,11 +152,6 @@ pub(super) const EVENTS: [Reason; 43] = [
         "NotSynced",
         "pod, claim",
         "the controller's cache does not contain the object yet; transient",
-    ),
-    controller(
-        "OtherClaimDoesNotFit",
-        "pod, claim",
-        "another claim of the pod does not fit on the same node, so none is allocated",
     ),
     controller(
         "OtherDriverSilent",

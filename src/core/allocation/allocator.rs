@@ -383,7 +383,7 @@ impl DeviceAllocator {
         match self.decide(requested, node, work) {
             Ok(grants) => Some(self.hold(requested, grants)),
             Err(_) if work.is_spent() => None,
-            Err(errors) => Some(self.refuse(requested, errors)),
+            Err(error) => Some(self.refuse(requested, error)),
         }
     }
 
@@ -406,68 +406,63 @@ impl DeviceAllocator {
         requested: &[RequestedClaim<'_>],
         node: Option<&str>,
         work: &mut WorkBudget,
-    ) -> Result<Vec<DeviceGrant>, Vec<AllocateError>> {
+    ) -> Result<Vec<DeviceGrant>, NotAllocated> {
         let route = self.route(requested, node)?;
         let matches = self.matches_of(requested);
         let snapshot = |name| self.snapshot(requested, name);
         let found = first_fit(route.nodes().map(snapshot), &matches, requested, work);
         if let Some((snapshot, fit)) = found
-            && let Some(decided) = granted(&route, snapshot.name(), fit, requested)
+            && let Some(decided) = granted(&route, snapshot.name(), fit)
         {
             return decided;
         }
         let mut shortage = route.shortage(requested);
         let candidates = route.candidates().map(snapshot);
         count_devices(candidates, &matches, requested, &mut shortage, work);
-        Err(route.exhausted(requested, shortage, work))
+        Err(route.exhausted(shortage, work))
     }
 
     fn hold(&mut self, requested: &[RequestedClaim<'_>], grants: Vec<DeviceGrant>) -> AllocateOutcome {
+        let write = |(claim, (request, grant)): (usize, (&RequestedClaim<'_>, &DeviceGrant))| {
+            let written = index::write(&self.driver, request.uid(), grant);
+            written.map_err(|error| (claim, AllocateError::from(error)))
+        };
+        let all = requested.iter().zip(&grants).enumerate();
+        let allocations = match all.map(write).collect::<Result<Vec<_>, NotAllocated>>() {
+            Ok(allocations) => allocations,
+            Err(error) => return self.refuse(requested, error),
+        };
         let mut freed = 0;
-        let hold = |(request, grant): (&RequestedClaim<'_>, DeviceGrant)| {
-            let answer = index::write(&self.driver, request.uid(), &grant)?;
-            if !matches!(
-                self.holdings.get(request.uid()),
-                Some(HoldingClaim {
-                    state: AllocationState::Recorded(_),
-                    ..
-                })
-            ) {
+        for (request, grant) in requested.iter().zip(grants) {
+            let state = self.holdings.get(request.uid()).map(|holder| &holder.state);
+            if !matches!(state, Some(AllocationState::Recorded(_))) {
                 let change = self.put(request.claim, AllocationState::Held(grant), false);
                 freed += self.available_again(&change);
             }
-            Ok(answer)
-        };
-        let answers = requested.iter().zip(grants).map(hold).collect();
-        AllocateOutcome { answers, freed }
+        }
+        AllocateOutcome {
+            answer: Ok(allocations),
+            freed,
+        }
     }
 
     /// Allocates nothing, and releases unrecorded devices.
-    pub fn refuse(
-        &mut self,
-        requested: &[RequestedClaim<'_>],
-        errors: Vec<AllocateError>,
-    ) -> AllocateOutcome {
+    pub fn refuse(&mut self, requested: &[RequestedClaim<'_>], error: NotAllocated) -> AllocateOutcome {
         let freed = requested
             .iter()
             .map(|request| self.deallocate(request.claim))
             .sum();
         AllocateOutcome {
-            answers: errors.into_iter().map(Err).collect(),
+            answer: Err(error),
             freed,
         }
     }
 
-    /// The nodes to try for these claims, or the error of each claim.
-    pub fn route(
-        &self,
-        requested: &[RequestedClaim<'_>],
-        node: Option<&str>,
-    ) -> Result<Route, Vec<AllocateError>> {
+    /// The nodes to try for these claims.
+    pub fn route(&self, requested: &[RequestedClaim<'_>], node: Option<&str>) -> Result<Route, NotAllocated> {
         if let Some(node) = node {
             return Ok(Route::fixed(node));
         }
-        let for_all = |error: AllocateError| Err(vec![error; requested.len()]);
         // An existing allocation decides: first a recorded one, then an unrecorded grant.
         let holders = requested
             .iter()
@@ -480,7 +475,7 @@ impl DeviceAllocator {
             .iter()
             .any(|state| matches!(state, AllocationState::Unreadable { .. }))
         {
-            return for_all(AllocateError::HoldingUnreadable);
+            return Err((0, AllocateError::HoldingUnreadable));
         }
         let held = states
             .iter()
@@ -508,7 +503,7 @@ impl DeviceAllocator {
                     .map_or(Some(true), |selector| suits(selector, name))
                 else {
                     let class = request.claim.spec.resource_class_name.clone();
-                    return for_all(AllocateError::SuitableNodesByLabel { class });
+                    return Err((0, AllocateError::SuitableNodesByLabel { class }));
                 };
                 allowed &= suits;
             }
@@ -536,11 +531,14 @@ impl DeviceAllocator {
     }
 }
 
+/// The index of the claim at fault, and its error.
+pub type NotAllocated = (usize, AllocateError);
+
 /// The result of [`DeviceAllocator::allocate_within`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct AllocateOutcome {
-    /// One result per claim. Either all claims without an allocation get one, or none does.
-    pub answers: Vec<Result<AllocationResult, AllocateError>>,
+    /// One allocation per claim; after an error, no claim without a recorded allocation has one.
+    pub answer: Result<Vec<AllocationResult>, NotAllocated>,
     /// Number of devices that have become available because a claim was moved or lost its devices.
     pub freed: usize,
 }
@@ -601,31 +599,13 @@ pub fn count_devices(
 }
 
 /// The final result after evaluating a node; `None` if another node may be tried.
-pub fn granted(
-    route: &Route,
-    node: &str,
-    fit: NodeFit,
-    requested: &[RequestedClaim<'_>],
-) -> Option<Result<Vec<DeviceGrant>, Vec<AllocateError>>> {
-    let misfit = requested.iter().zip(&fit).find(|(_, fit)| fit.is_err());
-    let Some((misfit, _)) = misfit else {
-        return Some(Ok(fit.into_iter().flatten().collect()));
+pub fn granted(route: &Route, node: &str, fit: NodeFit) -> Option<Result<Vec<DeviceGrant>, NotAllocated>> {
+    let grant = |(claim, fit): (usize, Result<DeviceGrant, Unsuitable>)| {
+        let node = node.to_owned();
+        fit.map_err(|why| (claim, AllocateError::Unsuitable { node, why }))
     };
-    if !route.is_fixed() {
-        return None;
-    }
-    let claim = claim_name(misfit.claim);
-    let error = |fit: Result<DeviceGrant, Unsuitable>| match fit {
-        Ok(_) => AllocateError::Together {
-            node: node.to_owned(),
-            claim: claim.clone(),
-        },
-        Err(why) => AllocateError::Unsuitable {
-            node: node.to_owned(),
-            why,
-        },
-    };
-    Some(Err(fit.into_iter().map(error).collect()))
+    let grants: Result<Vec<_>, _> = fit.into_iter().enumerate().map(grant).collect();
+    (grants.is_ok() || route.is_fixed()).then_some(grants)
 }
 
 /// The nodes to try for claims, in order.
@@ -673,13 +653,8 @@ impl Route {
         }
     }
 
-    /// The error of each claim if no node fits.
-    pub fn exhausted(
-        &self,
-        requested: &[RequestedClaim<'_>],
-        shortage: Shortage,
-        work: &WorkBudget,
-    ) -> Vec<AllocateError> {
+    /// The error if no node fits.
+    pub fn exhausted(&self, shortage: Shortage, work: &WorkBudget) -> NotAllocated {
         let nodes = self.candidates.as_ref().map_or(0, Vec::len);
         let error = if work.is_spent() {
             AllocateError::Unsuitable {
@@ -694,7 +669,7 @@ impl Route {
                 shortage: Box::new(shortage),
             }
         };
-        vec![error; requested.len()]
+        (0, error)
     }
 }
 
@@ -729,13 +704,6 @@ pub enum AllocateError {
     /// The claim does not fit on the node.
     #[error("{} on node {node}: {why}", match why { Unsuitable::Short(_) => "resources exhausted", _ => "cannot allocate" })]
     Unsuitable { node: String, why: Unsuitable },
-    /// The claim fits, but another claim of its pod does not.
-    #[error("not allocated, because claim {claim} of the same pod does not fit on node {node}")]
-    Together {
-        node: String,
-        /// `namespace/name` of the other claim.
-        claim: String,
-    },
     /// No candidate node has enough devices.
     #[error("resources exhausted on every ready node with devices of kind {} ({nodes}): {shortage}", shortage.kind)]
     Exhausted {
@@ -770,7 +738,6 @@ impl AllocateError {
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Unsuitable { why, .. } => why.reason(),
-            Self::Together { .. } => "OtherClaimDoesNotFit",
             Self::Exhausted { .. } | Self::Nowhere { .. } | Self::Changed { .. } => "ResourcesExhausted",
             Self::SuitableNodesByLabel { .. } => "SuitableNodesUnsupported",
             Self::HoldingUnreadable => "HoldingUnreadable",

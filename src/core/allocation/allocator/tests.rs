@@ -466,13 +466,10 @@ mod allocate {
         let requested: &[(&str, &[u32])] = &[("u", &[1, 1]), ("v", &[2])];
         let shortage = "3 of 3 free, 2 requested besides 2 for the pod's other claims";
         assert_eq!(reasons(&allocator, requested, "a"), [None, Some(shortage.into())]);
-        let together = "not allocated, because claim ns/v of the same pod does not fit on node a";
+        let error = format!("resources exhausted on node a: {shortage}");
         assert_eq!(
             allocate(&mut allocator, requested, Some("a")),
-            [
-                Err(together.into()),
-                Err(format!("resources exhausted on node a: {shortage}"))
-            ]
+            [Err(error.clone()), Err(error)]
         );
         assert_eq!(allocator.holdings().uids().count(), 0);
         assert_eq!(

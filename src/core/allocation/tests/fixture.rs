@@ -77,7 +77,7 @@ pub(crate) fn device_requests(kind: &str, counts: &[u32]) -> DeviceRequests {
     DeviceRequests::check(&class(kind), "ns", "p", &spec).unwrap()
 }
 
-/// Allocates within the work limit of a driver call. Returns one answer per claim.
+/// Allocates within the work limit of a driver call. Returns one answer per claim; an error is that of the claim at fault.
 pub(crate) fn allocate(
     allocator: &mut DeviceAllocator,
     requested: &[RequestedClaim<'_>],
@@ -85,7 +85,10 @@ pub(crate) fn allocate(
 ) -> Vec<Result<AllocationResult, AllocateError>> {
     let mut work = WorkBudget::new(CALL_WORK_MAX);
     let allocated = allocator.allocate_within(requested, node, &mut work);
-    allocated.unwrap().answers
+    match allocated.unwrap().answer {
+        Ok(all) => all.into_iter().map(Ok).collect(),
+        Err((_, error)) => vec![Err(error); requested.len()],
+    }
 }
 
 /// A claim whose uid is also its name, with an allocation by [`DRIVER`] or none.
