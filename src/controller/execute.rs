@@ -25,7 +25,7 @@ use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError, Observation
 use super::error::ControllerError;
 use super::events::EventWriter;
 use super::watch::{self, Kept, Prune, Standby, Watched, trimmed};
-use super::write::{self, ENDS, Fence, MAX_REQUESTS, Pause, fenced};
+use super::write::{self, ENDS, Fence, MAX_REQUESTS, Pause, fenced, turn};
 use super::{Controller, Options};
 
 /// Maximum number of calls younger than [`CALL_SLOT_TIME`].
@@ -269,7 +269,7 @@ impl<D: Driver> ExecutorInner<D> {
         &self,
         request: impl Future<Output = Result<Option<Kept<K>>, kube::Error>>,
     ) -> Result<Option<Arc<K>>, String> {
-        let Some(_permit) = self.fence.unless_closed(self.requests.acquire()).await else {
+        let Some(_permit) = turn(&self.requests, &self.pause, &self.fence).await else {
             return Err(ENDS.to_owned());
         };
         let timeout = self.options.request_timeout;

@@ -11,7 +11,7 @@ use http::{Method, Request, Response, StatusCode, Uri};
 use kube::api::{Api, Patch, PatchParams};
 use kube::client::Body;
 use serde_json::{Value, json};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{AcquireError, Semaphore, SemaphorePermit, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -158,6 +158,20 @@ pub(super) fn with_retry_after(client: &kube::Client, timeout: Duration) -> (kub
     (kube::Client::new(service, namespace), pauses)
 }
 
+/// Waits for a turn and for the end of a pause; returns `None` if the fence is closed first.
+pub(super) async fn turn<'r>(
+    requests: &'r Semaphore,
+    pause: &Pause,
+    fence: &Fence,
+) -> Option<Result<SemaphorePermit<'r>, AcquireError>> {
+    let turn = async {
+        let permit = requests.acquire().await;
+        pause.over().await;
+        permit
+    };
+    fence.unless_closed(turn).await
+}
+
 /// Sends a write when its turn comes, if this process may then write. The fence is checked as late as possible: a write that has waited,
 /// or a process that was paused, may have outlived the lease.
 pub(super) async fn fenced<T>(
@@ -167,12 +181,7 @@ pub(super) async fn fenced<T>(
     timeout: Duration,
     request: impl Future<Output = Outcome<T>>,
 ) -> Outcome<T> {
-    let turn = async {
-        let permit = requests.acquire().await;
-        pause.over().await;
-        permit
-    };
-    let Some(_permit) = fence.unless_closed(turn).await else {
+    let Some(_permit) = turn(requests, pause, fence).await else {
         return Outcome::Unknown(ENDS.to_owned());
     };
     if !fence.holds() {
@@ -242,7 +251,10 @@ pub(super) async fn context(
                 ..PatchParams::default()
             };
             let patch = Patch::Json::<()>(patch);
-            outcome(api.patch_status(&key.name, &parameters, &patch).await)
+            match api.patch_status(&key.name, &parameters, &patch).await {
+                Err(kube::Error::Api(status)) => Outcome::rejected_patch(&status),
+                result => outcome(result),
+            }
         }
         Some(Err(error)) => Outcome::Refused(format!("the patch cannot be serialized: {error}")),
     }
@@ -322,6 +334,43 @@ mod tests {
         assert_eq!(leftovers(&context, &entries[..1]), None);
     }
 
+    #[tokio::test]
+    async fn a_context_that_changes_between_two_writes_is_a_conflict() {
+        let writes = Arc::<AtomicUsize>::default();
+        let serve = move |_: Request<Body>| {
+            let number = writes.fetch_add(1, Ordering::Relaxed);
+            let (code, answer) = if number == 0 {
+                let stored = json!({ "name": "device", "unsuitableNodes": ["theirs"] });
+                (
+                    200,
+                    json!({ "metadata": { "name": "p" }, "spec": {}, "status": { "resourceClaims": [stored] } }),
+                )
+            } else {
+                let status =
+                    json!({ "kind": "Status", "status": "Failure", "code": 422, "reason": "Invalid" });
+                (422, status)
+            };
+            let answer = Response::builder()
+                .status(code)
+                .body(Body::from(answer.to_string().into_bytes()));
+            async move { answer }
+        };
+        let client = kube::Client::new(tower::service_fn(serve), "default");
+        let entry = ResourceClaimSchedulingStatus {
+            name: "device".to_owned(),
+            unsuitable_nodes: Vec::new(),
+        };
+        let outcome = context(
+            &client,
+            &ObjectKey::new("shop", "p"),
+            "u",
+            "drayman.dev",
+            &[entry],
+        )
+        .await;
+        assert!(matches!(outcome, Outcome::Conflict(_)), "{outcome:?}");
+    }
+
     impl Fence {
         /// The fence of a leader that renewed its lease just now and does not renew it again: it may write for `time`.
         fn held_for(time: Duration) -> Self {
@@ -389,6 +438,15 @@ mod tests {
         let calm = Pause::default();
         let late: Outcome<()> = fenced(&free, &calm, &fence, minute, async { panic!("sent") }).await;
         assert_eq!(late, Outcome::Unknown(ENDS.to_owned()));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_turn_comes_after_a_pause() {
+        let (requests, fence, pause) = (Semaphore::new(1), Fence::new(None, None), Pause::default());
+        let start = tokio::time::Instant::now();
+        pause.begin(Duration::from_secs(20));
+        assert!(matches!(turn(&requests, &pause, &fence).await, Some(Ok(_))));
+        assert_eq!(start.elapsed(), Duration::from_secs(20));
     }
 
     fn answer(code: u16, header: Option<&str>) -> Response<()> {

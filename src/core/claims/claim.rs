@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::api::resource::{
-    AllocationMode, AllocationResult, POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaim, PodSchedulingContext,
-    ResourceClaim, ResourceClaimConsumerReference, ResourceClaimSchedulingStatus, ResourceClass,
-    controller_of, pod_owner_of,
+    AllocationMode, AllocationResult, FINALIZER_SUFFIX, POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaim,
+    PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference, ResourceClaimSchedulingStatus,
+    ResourceClass, controller_of, pod_owner_of,
 };
 use crate::driver::Holding;
 
@@ -240,19 +240,13 @@ impl Claim {
     }
 
     /// Replaces the object. Returns the observation for the driver if the change concerns the driver.
-    pub(super) fn see(
-        &mut self,
-        object: Arc<ResourceClaim>,
-        driver: &str,
-        finalizer: &str,
-        now: Moment,
-    ) -> Option<Holding> {
+    pub(super) fn see(&mut self, object: Arc<ResourceClaim>, driver: &str, now: Moment) -> Option<Holding> {
         let had = self.marks;
         let release_requested = (self.is_release_requested(), self.is_deleting());
         let before = std::mem::replace(&mut self.object, object);
         let (metadata, status) = (&self.object.metadata, &self.object.status);
         let mut finalizers = metadata.finalizers.iter().flatten();
-        let has_finalizer = finalizers.any(|name| name == finalizer);
+        let has_finalizer = finalizers.any(|name| name.strip_suffix(FINALIZER_SUFFIX) == Some(driver));
         // A changed `driverName` does not take the allocation from us while our finalizer is set.
         let is_held = status.allocation_of(driver).is_some();
         self.marks = Marks {

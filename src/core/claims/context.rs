@@ -176,11 +176,11 @@ pub(super) enum ContextAction {
     },
     /// Write our entries.
     Publish(Vec<ResourceClaimSchedulingStatus>),
-    /// Start a transaction for these claims (pod claim name, key).
+    /// Start a transaction for these claims.
     Allocate {
         consumer: Consumer,
         node: String,
-        claims: Vec<(String, ObjectKey)>,
+        claims: Vec<(ObjectKey, ClaimToAllocate)>,
     },
     /// Mark the allocations of these claims for rollback, because the pod lacks others.
     GiveUp(Vec<ObjectKey>),
@@ -999,7 +999,7 @@ impl Context {
                 node: selected.clone(),
                 claims: own
                     .iter()
-                    .map(|claim| (claim.pod_claim_name.clone(), claim.key.clone()))
+                    .map(|claim| (claim.key.clone(), claim.to_allocate.clone()))
                     .collect(),
             });
             return;

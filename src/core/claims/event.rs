@@ -108,11 +108,6 @@ impl Settings {
         }
     }
 
-    /// The finalizer that keeps a claim until it is deallocated.
-    pub fn finalizer(&self) -> String {
-        finalizer_of(&self.driver_name)
-    }
-
     /// The label of a claim with the node of its allocation.
     pub fn node_label(&self) -> String {
         format!("{}/{NODE_LABEL}", self.driver_name)
@@ -201,6 +196,14 @@ impl<T> Outcome<T> {
             400 | 401 | 403 | 404 | 405 | 413 | 422 => Self::Refused(message),
             _ => Self::Unknown(message),
         }
+    }
+
+    /// The outcome of a JSON patch with a `test` operation if the server has answered with an error.
+    pub fn rejected_patch(status: &Status) -> Self {
+        if is_failed_test(status) {
+            return Self::Conflict("the object has changed".to_owned());
+        }
+        Self::rejected(status)
     }
 }
 
@@ -443,10 +446,11 @@ impl ClaimWrite {
             self,
             Self::Allocate { .. } | Self::ClearAllocation { .. } | Self::RollBackAllocation { .. }
         );
-        if is_conditional && is_failed_test(status) {
-            return Outcome::Conflict("the claim has changed".to_owned());
+        if is_conditional {
+            Outcome::rejected_patch(status)
+        } else {
+            Outcome::rejected(status)
         }
-        Outcome::rejected(status)
     }
 }
 

@@ -436,15 +436,14 @@ impl ControllerState {
             }
         }
         self.see_owner(&key, &object);
-        let settings = &self.cache.settings;
-        let (driver, finalizer) = (settings.driver_name.as_str(), settings.finalizer());
+        let driver = self.cache.settings.driver_name.as_str();
         let is_new = !self.cache.claims.contains_key(&key);
         let claim = self
             .cache
             .claims
             .entry(key.clone())
             .or_insert_with(|| Box::new(Claim::new(object.clone())));
-        if let Some(holding) = claim.see(object, driver, &finalizer, now)
+        if let Some(holding) = claim.see(object, driver, now)
             && self.is_listed()
         {
             self.observe(Observation::Changed(holding));
@@ -675,7 +674,17 @@ impl ControllerState {
                     self.call_driver(pending_call(), request);
                 }
                 ClaimAction::Allocate => {
-                    self.start_transaction(None, None, &[(String::new(), key.clone())]);
+                    let claim = self.cache.claims.get(key);
+                    let to_allocate = claim.and_then(|claim| {
+                        Some(ClaimToAllocate {
+                            pod_claim_name: String::new(),
+                            claim: claim.object.clone(),
+                            class: self.cache.classes.get(claim.class_name())?.clone(),
+                        })
+                    });
+                    if let Some(to_allocate) = to_allocate {
+                        self.start_transaction(None, None, vec![(key.clone(), to_allocate)]);
+                    }
                 }
                 ClaimAction::Report(reason, message) => {
                     self.report_claim(key, reason, message);
@@ -822,8 +831,8 @@ impl ControllerState {
                     node,
                     claims,
                 } => {
-                    let id = self.start_transaction(Some(consumer), Some(node), &claims);
-                    if let Some((id, context)) = id.zip(self.contexts.get_mut(key)) {
+                    let id = self.start_transaction(Some(consumer), Some(node), claims);
+                    if let Some(context) = self.contexts.get_mut(key) {
                         context.transaction_started(id);
                     }
                 }
@@ -1021,22 +1030,22 @@ impl ControllerState {
         &mut self,
         consumer: Option<Consumer>,
         node: Option<String>,
-        claims: &[(String, ObjectKey)],
-    ) -> Option<TransactionId> {
+        claims: Vec<(ObjectKey, ClaimToAllocate)>,
+    ) -> TransactionId {
         let id = TransactionId(self.next_id());
-        let namespace = claims.first().map_or("", |(_, key)| key.namespace.as_str());
+        let namespace = claims.first().map_or("", |(key, _)| key.namespace.as_str());
         let generation = self.cache.capacity_generations.of(namespace);
         let mut transaction = Transaction::new(consumer, node, generation);
-        for (pod_claim_name, key) in claims {
-            let claim = self.cache.claims.get_mut(key)?;
-            let class = self.cache.classes.get(claim.class_name())?.clone();
-            if transaction.add(key, pod_claim_name, claim, class) {
+        for (key, to_allocate) in claims {
+            if let Some(claim) = self.cache.claims.get_mut(&key)
+                && transaction.add(key, to_allocate, claim)
+            {
                 claim.join_transaction(id);
             }
         }
         self.transactions.insert(id, transaction);
         self.queue.insert(Work::Transaction(id));
-        Some(id)
+        id
     }
 
     /// The input of a transaction's step.

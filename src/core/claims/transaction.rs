@@ -124,9 +124,8 @@ impl ItemPhase {
 struct Item {
     key: ObjectKey,
     uid: String,
-    pod_claim_name: String,
-    claim: Arc<ResourceClaim>,
-    class: Arc<ResourceClass>,
+    /// The claim as last seen, and its class at the start.
+    to_allocate: ClaimToAllocate,
     allocation: Option<AllocationResult>,
     phase: ItemPhase,
     /// Number of writes with an unknown outcome.
@@ -229,22 +228,14 @@ impl Transaction {
     }
 
     /// Adds a claim, unless it is already added: a pod may name one claim twice. Returns whether it was added.
-    pub(super) fn add(
-        &mut self,
-        key: &ObjectKey,
-        pod_claim_name: &str,
-        claim: &Claim,
-        class: Arc<ResourceClass>,
-    ) -> bool {
+    pub(super) fn add(&mut self, key: ObjectKey, to_allocate: ClaimToAllocate, claim: &Claim) -> bool {
         if self.items.iter().any(|item| item.uid == claim.uid()) {
             return false;
         }
         self.items.push(Item {
-            key: key.clone(),
+            key,
             uid: claim.uid().to_owned(),
-            pod_claim_name: pod_claim_name.to_owned(),
-            claim: claim.object.clone(),
-            class,
+            to_allocate,
             allocation: None,
             phase: ItemPhase::Waiting,
             unclear: 0,
@@ -276,7 +267,7 @@ impl Transaction {
         let mut actions = Vec::new();
         for item in &mut self.items {
             if let Some(known) = input.claim(item) {
-                item.claim = known.object.clone();
+                item.to_allocate.claim = known.object.clone();
             }
             item.read_unconfirmed(&mut actions, now);
         }
@@ -325,7 +316,7 @@ impl Transaction {
         } else if self.items.iter().all(|item| item.phase == ItemPhase::Done) {
             self.phase = TransactionPhase::Allocating;
             actions.push(TransactionAction::Allocate {
-                claims: self.items.iter().map(Item::to_allocate).collect(),
+                claims: self.items.iter().map(|item| item.to_allocate.clone()).collect(),
                 node: self.node.clone(),
             });
         }
@@ -403,7 +394,7 @@ impl Transaction {
                 Some(allocation) if !hopeless => {
                     // After an allocation write with an unknown outcome, the retry requires the version last seen: it fails if the claim
                     // has changed.
-                    let seen = item.claim.metadata.resource_version.clone();
+                    let seen = item.to_allocate.claim.metadata.resource_version.clone();
                     item.needed_version = seen.filter(|_| item.may_be_recorded);
                     let write = ClaimWrite::Allocate {
                         allocation,
@@ -498,7 +489,7 @@ impl Transaction {
             item.phase = ItemPhase::Pending;
             actions.push(TransactionAction::Deallocate {
                 uid: item.uid.clone(),
-                claim: item.claim.clone(),
+                claim: item.to_allocate.claim.clone(),
                 allocation: item.allocation.clone(),
             });
         }
@@ -657,7 +648,7 @@ impl Transaction {
             Some(TransactionFailure::Driver(error)) => {
                 claim.allocation_refused = false;
                 // A change since the driver was called may have removed the cause.
-                let changed = self.started_at < capacity_generation || class != Some(&item.class);
+                let changed = self.started_at < capacity_generation || class != Some(&item.to_allocate.class);
                 if error.kind == CallErrorKind::Invalid && !changed {
                     claim.invalid_at = Some(capacity_generation);
                 } else {
@@ -679,14 +670,6 @@ impl Transaction {
 }
 
 impl Item {
-    fn to_allocate(&self) -> ClaimToAllocate {
-        ClaimToAllocate {
-            pod_claim_name: self.pod_claim_name.clone(),
-            claim: self.claim.clone(),
-            class: self.class.clone(),
-        }
-    }
-
     fn write(&mut self, write: ClaimWrite, actions: &mut Vec<TransactionAction>, now: Moment) {
         if let Some(moment) = self.backoff.wait_until(now) {
             actions.push(TransactionAction::StepAt(moment));
