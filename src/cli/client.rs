@@ -141,17 +141,23 @@ async fn from_file(file: &Path, options: &KubeConfigOptions) -> Result<Config, E
 }
 
 /// Returns the configuration for the cluster and the user that the options select.
-async fn selected(content: Kubeconfig, options: &KubeConfigOptions) -> Result<Config, String> {
+async fn selected(mut content: Kubeconfig, options: &KubeConfigOptions) -> Result<Config, String> {
     if content.current_context.is_none() && options.context.is_none() {
         return Err("it has no current context; set one with `kubectl config use-context`".to_owned());
     }
     has_user(&content, options)?;
-    let has_proxy = cluster(&content, options).is_some_and(|cluster| cluster.proxy_url.is_some());
+    let proxy = cluster(&content, options).and_then(|cluster| cluster.proxy_url.as_deref());
+    let has_proxy = proxy.is_some_and(|url| !url.is_empty());
+    if !has_proxy {
+        // Otherwise kube takes the proxy of HTTPS_PROXY, even an invalid one, or if NO_PROXY excludes the server.
+        for cluster in content.clusters.iter_mut().flat_map(|named| &mut named.cluster) {
+            cluster.proxy_url = Some("http://unused".to_owned());
+        }
+    }
     let mut config = Config::from_custom_kubeconfig(content, options)
         .await
         .map_err(|error| error.to_string())?;
     if !has_proxy {
-        // Without support for proxies, kube takes that of HTTPS_PROXY even if NO_PROXY excludes the server.
         config.proxy_url = None;
     }
     has_scheme(&config.cluster_url).map_err(|error| format!("the server {}: {error}", config.cluster_url))?;

@@ -102,18 +102,25 @@ fn a_context_may_have_no_user() {
 fn only_a_proxy_in_the_kubeconfig_is_refused() {
     let directory = tempfile::tempdir().expect("a directory");
     let file = kubeconfig(directory.path(), "http://127.0.0.1:1");
-    let with_variable = drayman()
-        .args(["devices", "--kubeconfig", &file])
-        .env("HTTPS_PROXY", "http://proxy.example:3128")
-        .env("NO_PROXY", "127.0.0.1")
-        .output()
-        .expect("the program starts");
-    let error = text(&with_variable.stderr);
-    // The server cannot be reached.
-    assert_eq!(with_variable.status.code(), Some(3), "{error}");
-    assert!(error.contains("no answer from http://127.0.0.1:1"), "{error}");
-
     let good = fs::read_to_string(&file).expect("UTF-8");
+    let empty = good.replace("cluster: {server:", "cluster: {proxy-url: '', server:");
+    for (content, variable) in [
+        (&good, "http://proxy.example:3128"),
+        (&good, "not a URL"),
+        (&empty, "http://proxy.example:3128"),
+    ] {
+        fs::write(&file, content).expect("written");
+        let with_variable = drayman()
+            .args(["devices", "--kubeconfig", &file])
+            .env("HTTPS_PROXY", variable)
+            .output()
+            .expect("the program starts");
+        let error = text(&with_variable.stderr);
+        // The server cannot be reached.
+        assert_eq!(with_variable.status.code(), Some(3), "{error}");
+        assert!(error.contains("no answer from http://127.0.0.1:1"), "{error}");
+    }
+
     let with_proxy = good.replace(
         "cluster: {server:",
         "cluster: {proxy-url: 'http://proxy.example:3128', server:",
