@@ -85,7 +85,7 @@ impl DoctorFinding {
         Self::warning(
             "rights",
             error,
-            "if a permission is missing, ask for it, or run the command with an account that has it; else run the command again",
+            "if a permission is missing, ask for it, or run the command with an account that has it; otherwise run the command again",
         )
     }
 }

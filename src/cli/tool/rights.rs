@@ -133,21 +133,23 @@ fn waiting(pods: &[PartialPod], driver: &str) -> Vec<String> {
     pods.iter().filter_map(described).collect()
 }
 
-fn variable_name(flag: &str) -> String {
-    let flag = flag.trim_start_matches('-').to_uppercase();
-    format!("DRAYMAN_{}", flag.replace('-', "_"))
-}
-
-/// Returns the value of a flag of a pod's containers; the flag overrides its variable. A flag without a value has the value `true`.
+/// Returns the value of a flag of a pod's containers; the flag overrides its variable. A flag without a value counts as `true`.
 fn flag<'a>(pod: &'a PartialPod, name: &str) -> Option<&'a str> {
     let containers = || pod.spec.iter().flat_map(|spec| &spec.containers);
-    let mut flags = containers().flat_map(|container| container.args.iter().flatten());
-    let flag = flags.find_map(|flag| match flag.strip_prefix(name)? {
-        "" => Some("true"),
-        value => value.strip_prefix('='),
-    });
+    let arguments = || containers().flat_map(|container| container.args.iter().flatten());
+    let following = arguments().skip(1).map(Some).chain([None]);
+    let flag = arguments()
+        .zip(following)
+        .find_map(|(flag, next)| match flag.strip_prefix(name)? {
+            "" => Some(
+                next.filter(|next| !next.starts_with('-'))
+                    .map_or("true", String::as_str),
+            ),
+            value => value.strip_prefix('='),
+        });
     flag.or_else(|| {
-        let name = variable_name(name);
+        let name = name.trim_start_matches('-').to_uppercase().replace('-', "_");
+        let name = format!("DRAYMAN_{name}");
         let mut variables = containers().flat_map(|container| container.env.iter().flatten());
         variables.find(|variable| variable.name == name)?.value.as_deref()
     })
@@ -257,7 +259,8 @@ mod tests {
             "controller",
             "--driver-name=a",
             "--leader-elect",
-            "--leader-elect-resource-namespace=here",
+            "--leader-elect-resource-namespace",
+            "here",
         ];
         let found = account(&pod("controller", &flags), "a").unwrap();
         assert_eq!(

@@ -67,10 +67,15 @@ async fn of_devices(
     all_slices: &[ResourceSlice],
     api_server: Option<u32>,
 ) -> Result<Vec<DoctorFinding>, Error> {
-    let all_classes: Vec<DeviceClass> = read::all(client).await?;
     let mut findings = dropped_fields(driver, all_slices);
-    let of_classes = with_selectors(|evaluate| classes(driver, &all_classes, all_slices, evaluate));
-    findings.extend(of_classes.map_err(anyhow::Error::msg)?);
+    let mut unread = Vec::new();
+    match read::all::<DeviceClass>(client).await {
+        Ok(all_classes) => {
+            let of_classes = with_selectors(|evaluate| classes(driver, &all_classes, all_slices, evaluate));
+            findings.extend(of_classes.map_err(anyhow::Error::msg)?);
+        }
+        Err(error) => unread.push(DoctorFinding::unread(&error.to_string())),
+    }
     match read::all::<Node>(client).await {
         Ok(nodes) => {
             findings.extend(kubelets(driver, all_slices, &nodes, api_server));
@@ -78,9 +83,10 @@ async fn of_devices(
         }
         Err(error) => {
             findings.extend(slices(driver, all_slices, None));
-            findings.push(DoctorFinding::unread(&error.to_string()));
+            unread.push(DoctorFinding::unread(&error.to_string()));
         }
     }
+    findings.extend(unread);
     Ok(findings)
 }
 
@@ -164,6 +170,7 @@ mod tests {
             .with("/api/v1/pods", &[pod]);
         for path in [
             "/api/v1/nodes",
+            "/apis/resource.k8s.io/v1/deviceclasses",
             "/apis/authorization.k8s.io/v1/subjectaccessreviews",
         ] {
             let findings = run(server.clone().without_right(path)).await;
