@@ -219,25 +219,15 @@ mod tests {
         let served = tokio::spawn(resource_apis.serve(follow, shutdown.clone()));
         let is_served = |states: &KubeletApiStates| states.get(RESOURCE) == Some(&KubeletApiState::Waiting);
         seen.wait_for(is_served).await.unwrap();
-        let socket = KubeletPaths {
-            root_dir: root.path().to_owned(),
-            device_plugin_dir: root.path().join("device-plugins"),
-        }
-        .device_plugin_socket(RESOURCE)
-        .path;
         offer(&backend, &after);
         configure.send_replace(configured(after));
-        while socket.exists() {
-            sleep(Duration::from_millis(10)).await;
-        }
-        let closed = Instant::now();
+        let is_withdrawn = |states: &KubeletApiStates| !states.contains_key(RESOURCE);
+        seen.wait_for(is_withdrawn).await.unwrap();
+        let withdrawn = Instant::now();
         seen.wait_for(is_served).await.unwrap();
-        assert!(
-            closed.elapsed() + Duration::from_millis(20) >= DISCONNECTION,
-            "{:?}",
-            closed.elapsed()
-        );
+        let until_served = withdrawn.elapsed();
         shutdown.cancel();
         served.await.unwrap();
+        assert!(until_served >= WITHDRAWAL + DISCONNECTION, "{until_served:?}");
     }
 }
