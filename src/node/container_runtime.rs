@@ -13,8 +13,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use tracing::{debug, info, warn};
 
-use crate::api::crd::Device;
-use crate::api::crd::Devices;
+use crate::api::crd::{Device, Devices};
 use crate::api::proto::cri_v1::runtime_service_client::RuntimeServiceClient;
 use crate::api::proto::cri_v1::{Container, ContainerState, ContainerStatusRequest, ListContainersRequest};
 use crate::core::names::{ClaimUid, DriverName};

@@ -10,8 +10,7 @@ use std::future::Future;
 use futures::Stream;
 use tracing::warn;
 
-use crate::api::crd::Devices;
-use crate::api::crd::{ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, DEVICES_MAX, TEXT_MAX, VERSION_MAX};
+use crate::api::crd::{ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, DEVICES_MAX, Devices, TEXT_MAX, VERSION_MAX};
 pub use crate::api::crd::{AttributeValue, Device, Mode, TaintEffect};
 use crate::core::names::is_dns_label;
 pub use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode, Mount};

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::cdi::Spec;
-use drayman::api::crd::{Device, Mode, TEXT_MAX};
+use drayman::api::crd::{Device, Devices, Mode, TEXT_MAX};
 use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::proto::{
     device_plugin_v1beta1, dra_v1alpha2, dra_v1alpha3, node_records, plugin_registration,
@@ -19,7 +19,6 @@ use drayman::core::prepare::checkpoint::Checkpoint;
 use drayman::core::prepare::container_edits::cdi_spec;
 use drayman::core::prepare::containers::Containers;
 use drayman::core::prepare::device_manager;
-use drayman::core::prepare::inventory::Devices;
 use drayman::core::prepare::kubelet_state;
 use drayman::core::prepare::plan::{Allocation, ClaimToPrepare, NodeIdentity, plan_prepare};
 use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};

@@ -531,7 +531,7 @@ impl DeviceAllocator {
     }
 }
 
-/// The index of the claim at fault, and its error.
+/// The index of the claim at fault, or 0 if no single claim is, and its error.
 pub type NotAllocated = (usize, AllocateError);
 
 /// The result of [`DeviceAllocator::allocate_within`].

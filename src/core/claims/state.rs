@@ -1024,8 +1024,7 @@ impl ControllerState {
 
     // === transactions ===
 
-    /// Starts to allocate `claims` (pod claim name, key) on `node`, or on any node if `None`. No other operation may be in progress for
-    /// them.
+    /// Starts to allocate `claims` on `node`, or on any node if `None`. No other operation may be in progress for them.
     fn start_transaction(
         &mut self,
         consumer: Option<Consumer>,

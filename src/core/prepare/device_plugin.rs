@@ -5,8 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::inventory::HandedOut;
 use super::plan::{Refusal, check_health, distinct, offered};
 use super::prepared_claims::PreparedClaims;
-use crate::api::crd::Devices;
-use crate::api::crd::Mode;
+use crate::api::crd::{Devices, Mode};
 use crate::core::names::{ClaimUid, device_of_plugin_id};
 
 /// An extended resource and how its devices are passed to containers.

@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::containers::{AllocatedClaims, Conflicting, Containers, shortened, withhold_device};
 use super::prepared_claims::{Entry, PreparedClaims, is_same_node};
-pub use crate::api::crd::Devices;
-use crate::api::crd::{Device, Mode, TaintEffect};
+use crate::api::crd::{Device, Devices, Mode, TaintEffect};
 use crate::core::discovery::attributes::numa_nodes;
 use crate::core::names::{ClaimUid, plugin_ids};
 

@@ -16,8 +16,7 @@ use super::plan::{
 };
 use super::prepared_claims::{Entry, PreparedClaims};
 use super::recovery::{plan_clearing, plan_restoring, plan_roll_back};
-use crate::api::crd::Device;
-use crate::api::crd::Devices;
+use crate::api::crd::{Device, Devices};
 use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use crate::core::names::ClaimUid;
 

@@ -208,7 +208,7 @@ mod tests {
         let server = kube::Config::new("http://127.0.0.1:9".parse().unwrap());
         let client = kube::Client::try_from(server).unwrap();
         let api = DraApi::Structured {
-            claims: ClaimReader::new(client, DriverName::parse("drayman.dev").unwrap()),
+            claims: ClaimReader::new(client, DriverName::parse(DRIVER).unwrap()),
             health: DeviceHealth {
                 node_name: "node-a".into(),
                 devices: watch::channel(Arc::default()).1,

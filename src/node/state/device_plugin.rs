@@ -10,8 +10,7 @@ use tracing::warn;
 
 use super::NodeState;
 use super::resources::{FinishedQuery, QueryGap, WaitingRequest};
-use crate::api::crd::Devices;
-use crate::api::crd::{Device, DeviceNumber};
+use crate::api::crd::{Device, DeviceNumber, Devices};
 use crate::core::names::device_of_plugin_id;
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::device_manager::numbers_value;

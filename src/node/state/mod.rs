@@ -18,7 +18,7 @@ use tokio::task::{spawn_blocking, yield_now};
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, error, info, warn};
 
-use crate::api::crd::{Device, DeviceNumber, Mode};
+use crate::api::crd::{Device, DeviceNumber, Devices, Mode};
 use crate::api::proto::node_records::Holding;
 use crate::core::names::{ClaimDevice, ClaimUid};
 use crate::core::prepare::checkpoint::ClusterFacts;
@@ -26,7 +26,7 @@ use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::containers::{AllocatedClaims, WithdrawnDevices};
 use crate::core::prepare::device_plugin::ExtendedResource;
 use crate::core::prepare::inventory::{
-    Devices, device_counts, inventory, is_as_found, plugin_devices, published, withhold,
+    device_counts, inventory, is_as_found, plugin_devices, published, withhold,
 };
 use crate::core::prepare::kubelet_state::KubeletView;
 use crate::core::prepare::orphans::{ApiView, Decision, Orphans, Question, RuntimeView};

@@ -12,8 +12,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
-use crate::api::crd::Devices;
-use crate::api::crd::{Device, DeviceNumber};
+use crate::api::crd::{Device, DeviceNumber, Devices};
 use crate::core::prepare::containers::{
     AllocatedClaims, Conflicting, Containers, ResourceSnapshot, WithdrawnDevices,
 };

@@ -2,7 +2,7 @@
 
 use crate::discovery::host::{Host, RunningDiscovery};
 
-fn cause(devices: &drayman::core::prepare::inventory::Devices, name: &str) -> Option<String> {
+fn cause(devices: &drayman::api::crd::Devices, name: &str) -> Option<String> {
     devices.get(name).and_then(|device| device.unhealthy.clone())
 }
 

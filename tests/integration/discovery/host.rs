@@ -6,9 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use drayman::api::crd::Device;
+use drayman::api::crd::{Device, Devices};
 use drayman::core::prepare::container_edits::ContainerEdits;
-use drayman::core::prepare::inventory::Devices;
 use drayman::node::config::NodeConfiguration;
 use drayman::node::discovery::{HostDevices, HostPaths, Survey, survey};
 use drayman::node::driver::NodeDriver;

@@ -141,7 +141,7 @@ async fn a_device_of_the_running_kernel_is_found_and_lost() {
         return not_run("this kernel makes no zram devices");
     };
     let node = zram.node();
-    let has = move |devices: &drayman::core::prepare::inventory::Devices| {
+    let has = move |devices: &drayman::api::crd::Devices| {
         devices
             .values()
             .any(|device| crate::discovery::host::text(device, "drayman.dev/path") == node.to_str().unwrap())

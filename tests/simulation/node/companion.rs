@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use drayman::api::crd::{Device, Mode};
+use drayman::api::crd::{Device, Devices, Mode};
 use drayman::core::names::ClaimUid;
 use drayman::core::prepare::container_edits::{ContainerEdits, DeviceNode};
 use drayman::core::prepare::containers::{AllocatedClaims, Conflicting, Containers};
-use drayman::core::prepare::inventory::{Devices, inventory};
+use drayman::core::prepare::inventory::inventory;
 use drayman::core::prepare::kubelet_state::KubeletView;
 use drayman::core::prepare::orphans::{ApiView, Decision, GRACE, Orphans, Question, RuntimeView};
 use drayman::core::prepare::plan::{

@@ -12,8 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
-use crate::api::crd::Device;
-use crate::api::crd::Devices;
+use crate::api::crd::{Device, Devices};
 use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::{dra_health_v1 as v1, dra_health_v1alpha1 as v1alpha1};
 use crate::node::kubelet::recoded;

@@ -7,8 +7,9 @@ use kube::ResourceExt;
 use kube::api::ObjectMeta;
 
 use super::stored::{DeviceCounts, Stored};
-use crate::api::crd::Devices;
-use crate::api::crd::{DEVICES_MAX, Device, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
+use crate::api::crd::{
+    DEVICES_MAX, Device, Devices, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY,
+};
 use crate::core::discovery::attributes::fit;
 use crate::core::names::DriverName;
 use crate::core::prepare::kubelet_apis::ApisDown;

@@ -10,8 +10,7 @@ use kube::api::ObjectMeta;
 use serde::de::{IgnoredAny, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-use crate::api::crd::Devices;
-use crate::api::crd::{Device, NodeInventory, NodeInventoryStatus};
+use crate::api::crd::{Device, Devices, NodeInventory, NodeInventoryStatus};
 use crate::api::resource::partial_resource;
 
 /// A NodeInventory with its devices reduced to `D`.
