@@ -340,6 +340,14 @@ mod tests {
     use crate::core::allocation::tests::fixture::DRIVER;
 
     #[test]
+    fn a_read_error_of_several_checks_is_one_finding() {
+        let fine = || Ok(vec![DoctorFinding::fine("a", "fine")]);
+        let findings = joined(vec![Err("no right"), fine(), Err("no right"), fine()]);
+        let levels: Vec<Level> = findings.iter().map(|finding| finding.level).collect();
+        assert_eq!(levels, [Level::Fine, Level::Fine, Level::Warning]);
+    }
+
+    #[test]
     fn a_server_is_fine_only_if_it_has_and_serves_the_api() {
         assert_eq!(worst(&server("1", "30", Ok(true), true)), Level::Fine);
         assert_eq!(worst(&server("1", "27+", Ok(true), true)), Level::Fine);

@@ -63,6 +63,27 @@ mod allocator {
     }
 
     #[test]
+    fn the_error_is_that_of_the_claim_that_does_not_fit() {
+        let mut allocator = allocator(&["d", "e", "f"]);
+        let claims =
+            [("u", 1), ("v", 3)].map(|(uid, count)| (claim(uid, None), device_requests("test", &[count])));
+        let requested: Vec<_> = claims
+            .iter()
+            .map(|(claim, device_requests)| RequestedClaim {
+                claim,
+                device_requests,
+                suitable_nodes: None,
+            })
+            .collect();
+        let allocated = allocator.allocate_within(&requested, Some("a"), &mut WorkBudget::new(NODE_WORK_MAX));
+        let answer = allocated.unwrap().answer;
+        assert!(
+            matches!(answer, Err((1, AllocateError::Unsuitable { .. }))),
+            "{answer:?}"
+        );
+    }
+
+    #[test]
     fn a_deleted_claim_holds_nothing() {
         let mut allocator = allocator(&["d", "e"]);
         let allocation = allocate(&mut allocator, "u").unwrap();
