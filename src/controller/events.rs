@@ -20,6 +20,8 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::api::resource::{GROUP, VERSION};
 use crate::core::claims::{Event as ControllerEvent, EventReport, Regarding};
 
+use super::write::Pause;
+
 /// Maximum number of pending reports, one per object and reason. With the longest notes and names they take some 7 MB.
 const MAX_PENDING: usize = 4096;
 /// Maximum length of a note in bytes (`events.k8s.io/v1`: 1,024).
@@ -56,7 +58,7 @@ struct ReportQueueState {
 }
 
 /// Object and reason.
-type About = (Regarding, String);
+type About = (Regarding, &'static str);
 
 /// A message, and the time from which it is pending.
 #[derive(Debug)]
@@ -78,7 +80,7 @@ impl ReportQueue {
             .saturating_add(SignedDuration::from_nanos(1))
             .unwrap_or(state.last);
         let at = Timestamp::now().max(next);
-        let about = (report.regarding.clone(), report.reason.clone());
+        let about = (report.regarding.clone(), report.reason);
         if state.reports.len() >= MAX_PENDING && !state.reports.contains_key(&about) {
             return Err(report);
         }
@@ -150,9 +152,11 @@ impl Attempt {
 }
 
 impl EventWriter {
-    /// `limit` is the time limit of one request, so that an unanswered request does not block the next.
+    /// `retry_after` is the pause that the server has requested. `limit` is the time limit of one request, so that an unanswered request
+    /// does not block the next.
     pub(super) fn start(
         client: kube::Client,
+        retry_after: Pause,
         driver_name: &str,
         instance: Option<String>,
         limit: Duration,
@@ -167,11 +171,13 @@ impl EventWriter {
         let task = tokio::spawn(async move {
             let mut pause = MIN_PAUSE;
             while let Some((about, pending)) = reports.next().await {
-                let (regarding, reason) = (reference(&about.0), &about.1);
+                let (regarding, reason) = (reference(&about.0), about.1);
                 let event = source.warning(regarding, "Allocate", reason, &pending.message, pending.at);
                 let namespace = event.metadata.namespace.as_deref().unwrap_or("default");
                 let api = Api::<Event>::namespaced(client.clone(), namespace);
                 let parameters = PostParams::default();
+                // The time limit begins when the request is sent.
+                retry_after.over().await;
                 let attempt = match tokio::time::timeout(limit, api.create(&parameters, &event)).await {
                     Ok(result) => Attempt::of(result),
                     Err(_) => Attempt::Failed(format!("no answer within {limit:?}")),
@@ -314,6 +320,7 @@ mod tests {
 
     use kube::client::Body;
 
+    use super::super::write::with_retry_after;
     use super::*;
     use crate::core::claims::ObjectKey;
 
@@ -325,7 +332,7 @@ mod tests {
                 key: ObjectKey::new("ns", format!("pod-{pod}")),
                 uid: "1".to_owned(),
             },
-            reason: "Test".to_owned(),
+            reason: "Test",
             message: message.to_owned(),
         }
     }
@@ -369,7 +376,7 @@ mod tests {
         let (client, notes) = server(answers);
         let (sender, failed) = mpsc::unbounded_channel();
         (
-            EventWriter::start(client, "d.example", None, LIMIT, sender),
+            EventWriter::start(client, Pause::default(), "d.example", None, LIMIT, sender),
             notes,
             failed,
         )
@@ -383,6 +390,20 @@ mod tests {
         }
         reports.finish(2 * LIMIT).await;
         assert_eq!(*notes.lock().unwrap(), ["1", "2", "0"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_event_that_waits_for_a_pause_keeps_its_place() {
+        let (client, notes) = server(|_| Some(201));
+        let (client, pause) = with_retry_after(&client, LIMIT);
+        pause.begin(2 * LIMIT);
+        let (sender, _untold) = mpsc::unbounded_channel();
+        let reports = EventWriter::start(client, pause, "d.example", None, LIMIT, sender);
+        for pod in 0..2 {
+            reports.send(report(pod, &pod.to_string()));
+        }
+        reports.finish(3 * LIMIT).await;
+        assert_eq!(*notes.lock().unwrap(), ["0", "1"]);
     }
 
     #[tokio::test(start_paused = true)]

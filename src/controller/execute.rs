@@ -13,7 +13,7 @@ use tokio::sync::{Semaphore, mpsc, watch as watch_value};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use crate::api::resource::{Pod, ResourceClaim};
 use crate::core::claims::{
@@ -65,8 +65,8 @@ struct ExecutorInner<D> {
 }
 
 impl<D: Driver> Controller<D> {
-    /// Serves until `shutdown` is cancelled, starting from a new list of all claims; claims seen before are not trusted. Returns
-    /// whether no call and no write can have an effect any more.
+    /// Serves until `shutdown` is cancelled or the driver fails, starting from a new list of all claims; claims seen before are not
+    /// trusted. Returns whether no call and no write can have an effect any more.
     pub(super) async fn serve(
         &self,
         standby: Standby,
@@ -87,11 +87,11 @@ impl<D: Driver> Controller<D> {
         for event in seen {
             state.apply(event, now());
         }
-        loop {
+        let failure = loop {
             let deadline = state.next_deadline().map(|moment| start + moment.since_start());
             let event = tokio::select! {
-                () = shutdown.cancelled() => break,
-                error = executor.failed() => return Err(error),
+                () = shutdown.cancelled() => break None,
+                error = executor.failed() => break Some(error),
                 Some(event) = watches.next() => Some(event),
                 Some(event) = answered.recv() => Some(event),
                 Some(change) = capacity_changes.next() => Some(Event::Capacity(change)),
@@ -120,8 +120,9 @@ impl<D: Driver> Controller<D> {
                     metrics.statistics = statistics;
                 });
             }
-        }
-        Ok(executor.finish(options.request_timeout).await)
+        };
+        let is_settled = executor.finish(options.request_timeout).await;
+        failure.map_or(Ok(is_settled), Err)
     }
 }
 
@@ -151,6 +152,7 @@ impl<D: Driver> Executor<D> {
         );
         let events = EventWriter::start(
             client.clone(),
+            shared.pause.clone(),
             &options.settings.driver_name,
             options.instance.clone(),
             options.request_timeout,
@@ -179,9 +181,13 @@ impl<D: Driver> Executor<D> {
                 let (answers, observed) = (self.answers.clone(), self.observations.processed());
                 // Not tracked: a driver that never becomes ready must not delay the shutdown.
                 tokio::spawn(async move {
-                    observed.await;
-                    ready(&shared).await;
-                    let _ = answers.send(Event::DriverReady);
+                    let until_ready = async {
+                        observed.await;
+                        ready(&shared).await;
+                    };
+                    if shared.fence.unless_closed(until_ready).await.is_some() {
+                        let _ = answers.send(Event::DriverReady);
+                    }
                 });
             }
             Command::ReadPod { id, key } => {
@@ -202,14 +208,17 @@ impl<D: Driver> Executor<D> {
                 uid,
                 entries,
             } => self.answer(id, async move {
+                let (client, pause, fence) = (&shared.client, &shared.pause, &shared.fence);
                 let driver_name = &shared.options.settings.driver_name;
-                let write = write::context(&shared.client, &key, &uid, driver_name, &entries);
+                let write = write::context(client, pause, fence, &key, &uid, driver_name, &entries);
                 Answer::ContextWritten(shared.write(write).await)
             }),
             Command::CallDriver { id, request } => {
                 let observed = self.observations.processed();
                 self.answer_unless_closed(id, async move {
-                    let made = call(shared.clone(), observed, request);
+                    // They are never processed if the driver has failed.
+                    shared.fence.unless_closed(observed).await?;
+                    let made = call(shared.clone(), request);
                     shared.calls.run(&shared.fence, made).await
                 });
             }
@@ -340,6 +349,10 @@ impl<D: Driver> ExecutorInner<D> {
                 tracing::info!(answer = message, "write conflicts");
                 Outcome::Conflict(message)
             }
+            Outcome::Busy(message) => {
+                tracing::warn!(answer = message, "write rejected by a busy server");
+                Outcome::Busy(message)
+            }
             Outcome::Unknown(message) => {
                 tracing::warn!(answer = message, "write without a clear answer");
                 Outcome::Unknown(message)
@@ -380,7 +393,7 @@ async fn ready<D: Driver>(shared: &Arc<ExecutorInner<D>>) {
     loop {
         let driver = shared.options.driver.clone();
         // In a separate task, so that a panic is an error like others.
-        let answer = tokio::spawn(async move { driver.ready().await }).await;
+        let answer = AbortOnDropHandle::new(tokio::spawn(async move { driver.ready().await })).await;
         let answer =
             answer.unwrap_or_else(|_| Err(DriverError::retry("DriverPanicked", "the driver panicked")));
         let not_ready = answer.err();
@@ -402,16 +415,11 @@ async fn ready<D: Driver>(shared: &Arc<ExecutorInner<D>>) {
 }
 
 /// Calls the driver with a time limit in a separate task, so that a panic or a hang affects only this call.
-async fn call<D: Driver>(
-    shared: Arc<ExecutorInner<D>>,
-    observed: impl Future<Output = ()> + Send + 'static,
-    request: DriverRequest,
-) -> Answer {
+async fn call<D: Driver>(shared: Arc<ExecutorInner<D>>, request: DriverRequest) -> Answer {
     let (timeout, driver) = (shared.options.call_timeout, shared.options.driver.clone());
     match request {
         DriverRequest::UnsuitableNodes { pod, claims, nodes } => Answer::Evaluated(
             limited(timeout, async move {
-                observed.await;
                 let requests = shared.requests(claims).await?;
                 let answer = driver.unsuitable_nodes(&pod, &requests, &nodes).await;
                 answer.map_err(|error| request_error(error, &requests))
@@ -420,7 +428,6 @@ async fn call<D: Driver>(
         ),
         DriverRequest::Allocate { claims, node } => Answer::Allocated(
             limited(timeout, async move {
-                observed.await;
                 let requests = shared.requests(claims).await?;
                 let answer = driver.allocate(&requests, node.as_deref()).await;
                 answer.map_err(|error| request_error(error, &requests))
@@ -429,7 +436,6 @@ async fn call<D: Driver>(
         ),
         DriverRequest::Deallocate { claim, allocation } => Answer::Deallocated(
             limited(timeout, async move {
-                observed.await;
                 let deallocation = Deallocation::new(&claim).allocation(allocation.as_ref());
                 let answer = driver.deallocate(deallocation).await;
                 answer.map_err(|error| {
@@ -780,6 +786,38 @@ mod tests {
         assert!(ends_settled(allocate, is_never_sent, Duration::ZERO).await);
         let other = ClaimWrite::RemoveFinalizer { version: None };
         assert!(ends_settled(other, false, Duration::ZERO).await);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_task_outlives_a_failed_driver() {
+        // Every list is empty, and every watch is silent.
+        let empty = |request: Request<Body>| {
+            let is_watch = request
+                .uri()
+                .query()
+                .is_some_and(|query| query.contains("watch="));
+            async move {
+                if is_watch {
+                    std::future::pending::<()>().await;
+                }
+                let list =
+                    r#"{"apiVersion":"v1","kind":"List","metadata":{"resourceVersion":"1"},"items":[]}"#;
+                Ok::<_, Infallible>(Response::new(Body::from(list.as_bytes().to_vec())))
+            }
+        };
+        let driver = Gated(Semaphore::new(0), Mutex::default());
+        let controller = Controller::builder(driver)
+            .build(kube::Client::new(tower::service_fn(empty), "default"))
+            .unwrap();
+        let (standby, fence) = (Standby::new(&controller.client), Fence::new(None, None));
+        let shutdown = CancellationToken::new();
+        let ended = controller
+            .serve(standby, &fence, Pause::default(), &shutdown)
+            .await;
+        assert!(matches!(ended, Err(ControllerError::Observe(_))), "{ended:?}");
+        assert!(!fence.holds());
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        assert_eq!(Arc::strong_count(&controller.options), 1);
     }
 
     #[tokio::test(start_paused = true)]

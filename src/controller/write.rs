@@ -26,6 +26,9 @@ pub(super) const MAX_REQUESTS: usize = 64;
 /// The message of an operation that was not started.
 pub(super) const ENDS: &str = "the controller is stopping";
 
+/// The message of a write that was not sent.
+const LEASE_LOST: &str = "the lease is lost";
+
 /// Upper limit of a pause, even if the server requests a longer one, so that requests soon resume after a fault.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
 
@@ -185,7 +188,7 @@ pub(super) async fn fenced<T>(
         return Outcome::Unknown(ENDS.to_owned());
     };
     if !fence.holds() {
-        return Outcome::Unknown("the lease is lost".to_owned());
+        return Outcome::Unknown(LEASE_LOST.to_owned());
     }
     match tokio::time::timeout(timeout, request).await {
         Ok(outcome) => outcome,
@@ -218,9 +221,11 @@ pub(super) async fn claim(
     }
 }
 
-/// Applies `entries` as our entries in a context's status.
+/// Applies `entries` as our entries in a context's status, within [`fenced`]. A second write, if one is needed, is fenced here.
 pub(super) async fn context(
     client: &kube::Client,
+    pause: &Pause,
+    fence: &Fence,
     key: &ObjectKey,
     uid: &str,
     driver_name: &str,
@@ -243,8 +248,12 @@ pub(super) async fn context(
         }
         Err(_) => None,
     };
+    if leftovers.is_some() && fence.unless_closed(pause.over()).await.is_none() {
+        return Outcome::Unknown(ENDS.to_owned());
+    }
     match leftovers.map(serde_json::from_value) {
         None => outcome(applied),
+        Some(_) if !fence.holds() => Outcome::Unknown(LEASE_LOST.to_owned()),
         Some(Ok(patch)) => {
             let parameters = PatchParams {
                 field_manager: Some(driver_name.to_owned()),
@@ -334,11 +343,17 @@ mod tests {
         assert_eq!(leftovers(&context, &entries[..1]), None);
     }
 
-    #[tokio::test]
-    async fn a_context_that_changes_between_two_writes_is_a_conflict() {
+    /// Writes a context that has a node of another writer. The server answers after `delay` and rejects the second write. Returns the
+    /// outcome and the number of writes.
+    async fn write_twice(
+        delay: Duration,
+        pause: &Pause,
+        fence: &Fence,
+    ) -> (Outcome<PodSchedulingContext>, usize) {
         let writes = Arc::<AtomicUsize>::default();
+        let received = writes.clone();
         let serve = move |_: Request<Body>| {
-            let number = writes.fetch_add(1, Ordering::Relaxed);
+            let number = received.fetch_add(1, Ordering::Relaxed);
             let (code, answer) = if number == 0 {
                 let stored = json!({ "name": "device", "unsuitableNodes": ["theirs"] });
                 (
@@ -353,22 +368,38 @@ mod tests {
             let answer = Response::builder()
                 .status(code)
                 .body(Body::from(answer.to_string().into_bytes()));
-            async move { answer }
+            async move {
+                tokio::time::sleep(delay).await;
+                answer
+            }
         };
         let client = kube::Client::new(tower::service_fn(serve), "default");
         let entry = ResourceClaimSchedulingStatus {
             name: "device".to_owned(),
             unsuitable_nodes: Vec::new(),
         };
-        let outcome = context(
-            &client,
-            &ObjectKey::new("shop", "p"),
-            "u",
-            "drayman.dev",
-            &[entry],
-        )
-        .await;
+        let key = ObjectKey::new("shop", "p");
+        let outcome = context(&client, pause, fence, &key, "u", "drayman.dev", &[entry]).await;
+        (outcome, writes.load(Ordering::Relaxed))
+    }
+
+    #[tokio::test]
+    async fn a_context_that_changes_between_two_writes_is_a_conflict() {
+        let (pause, fence) = (Pause::default(), Fence::new(None, None));
+        let (outcome, _) = write_twice(Duration::ZERO, &pause, &fence).await;
         assert!(matches!(outcome, Outcome::Conflict(_)), "{outcome:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_second_write_of_a_context_requires_the_lease() {
+        let lease = Duration::from_secs(10);
+        for (delay, wait) in [(lease, Duration::ZERO), (Duration::ZERO, lease)] {
+            let pause = Pause::default();
+            pause.begin(wait);
+            let (outcome, writes) = write_twice(delay, &pause, &Fence::held_for(lease)).await;
+            assert_eq!(outcome, Outcome::Unknown("the lease is lost".to_owned()));
+            assert_eq!(writes, 1);
+        }
     }
 
     impl Fence {

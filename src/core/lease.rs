@@ -136,7 +136,7 @@ pub enum LeaseStep {
     },
     /// Do nothing until then.
     Wait(Moment),
-    /// The held lease has expired or has another holder: stop.
+    /// The lease was not renewed before the renew deadline, or has another holder: stop.
     Lost,
 }
 

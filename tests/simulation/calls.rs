@@ -58,12 +58,8 @@ impl Cluster {
                 self.answer_later(generation, latency, id, unknown(&command, "500"));
                 return;
             }
-            Some(Fault::Conflict) => {
-                self.answer_later(generation, latency, id, failed(&command, Fault::Conflict));
-                return;
-            }
-            Some(Fault::Refused) => {
-                self.answer_later(generation, latency, id, failed(&command, Fault::Refused));
+            Some(fault @ (Fault::Conflict | Fault::Busy | Fault::Refused)) => {
+                self.answer_later(generation, latency, id, failed(&command, fault));
                 return;
             }
             Some(Fault::RefusedLast) => {
@@ -259,13 +255,18 @@ fn unknown(command: &Command, text: &str) -> Answer {
 }
 
 fn failed(command: &Command, fault: Fault) -> Answer {
-    let refused = fault == Fault::Refused;
-    let text = "injected fault".to_owned();
     match command {
-        Command::WriteContext { .. } if refused => Answer::ContextWritten(Outcome::Refused(text)),
-        Command::WriteContext { .. } => Answer::ContextWritten(Outcome::Conflict(text)),
-        _ if refused => Answer::ClaimWritten(Outcome::Refused(text)),
-        _ => Answer::ClaimWritten(Outcome::Conflict(text)),
+        Command::WriteContext { .. } => Answer::ContextWritten(rejected(fault)),
+        _ => Answer::ClaimWritten(rejected(fault)),
+    }
+}
+
+fn rejected<T>(fault: Fault) -> Outcome<T> {
+    let text = "injected fault".to_owned();
+    match fault {
+        Fault::Refused => Outcome::Refused(text),
+        Fault::Busy => Outcome::Busy(text),
+        _ => Outcome::Conflict(text),
     }
 }
 

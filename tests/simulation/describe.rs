@@ -58,6 +58,7 @@ fn outcome<T>(outcome: &Outcome<T>, done: impl Fn(&T) -> String) -> String {
         Outcome::Done(object) => format!("done: {}", done(object)),
         Outcome::Refused(text) => format!("refused: {text}"),
         Outcome::Conflict(text) => format!("conflict: {text}"),
+        Outcome::Busy(text) => format!("busy: {text}"),
         Outcome::Unknown(text) => format!("unknown: {text}"),
     }
 }

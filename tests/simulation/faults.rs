@@ -21,6 +21,8 @@ pub(crate) enum Fault {
     ServerError,
     /// The server answers 409.
     Conflict,
+    /// The server answers 429.
+    Busy,
     /// The server answers 422.
     Refused,
     /// The server refuses an allocation after it stored those sent with it.
@@ -133,7 +135,7 @@ pub(crate) const OF_NODES: [Fault; 10] = [
     Fault::KubeletListUnreadable,
 ];
 
-pub(crate) const ALL: [Fault; 23] = [
+pub(crate) const ALL: [Fault; 24] = [
     Fault::CrashBefore,
     Fault::CrashAfter,
     Fault::RequestLost,
@@ -141,6 +143,7 @@ pub(crate) const ALL: [Fault; 23] = [
     Fault::Late,
     Fault::ServerError,
     Fault::Conflict,
+    Fault::Busy,
     Fault::Refused,
     Fault::RefusedLast,
     Fault::Slow,
@@ -160,7 +163,7 @@ pub(crate) const ALL: [Fault; 23] = [
 ];
 
 /// Faults of a request to the server.
-const OF_REQUESTS: [Fault; 11] = [
+const OF_REQUESTS: [Fault; 12] = [
     Fault::CrashBefore,
     Fault::CrashAfter,
     Fault::RequestLost,
@@ -168,6 +171,7 @@ const OF_REQUESTS: [Fault; 11] = [
     Fault::Late,
     Fault::ServerError,
     Fault::Conflict,
+    Fault::Busy,
     Fault::Refused,
     Fault::RefusedLast,
     Fault::PausedLeader,
@@ -204,6 +208,7 @@ impl Fault {
             Target::Read => {
                 let of_writes = [
                     Self::Conflict,
+                    Self::Busy,
                     Self::Refused,
                     Self::RefusedLast,
                     Self::PausedLeader,

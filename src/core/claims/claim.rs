@@ -85,7 +85,8 @@ enum Unrecorded {
 struct WrongAllocation {
     /// Uid of a pod that has a node or is gone. Nothing is rolled back while the claim is reserved for this pod.
     kept_for: Option<String>,
-    /// The context and its uid, if the only problem is that its pod lacks another claim. The problem ends when the pod has that claim.
+    /// The context and its uid, if the only problem is that its pod lacks another claim. The problem ends when the pod
+    /// has that claim, or another pod has reserved this one.
     incomplete_pod: Option<(ObjectKey, String)>,
 }
 
@@ -169,7 +170,7 @@ pub(super) struct Claim {
 pub(super) struct ClaimInput {
     pub(super) class: ClassOwner,
     pub(super) capacity_generation: u64,
-    /// Whether the pod of [`Claim::incomplete_pod`] still lacks a claim.
+    /// Whether the pod of [`Claim::incomplete_pod`] still lacks a claim, and no other pod has reserved this one.
     pub(super) pod_lacks_a_claim: bool,
 }
 
@@ -448,6 +449,12 @@ impl Claim {
         }
     }
 
+    /// Whether no user except this pod has reserved it.
+    pub(super) fn has_no_other_user(&self, pod_uid: Option<&str>) -> bool {
+        let mut users = self.object.status.reserved_for.iter();
+        users.all(|user| Some(user.uid.as_str()) == pod_uid)
+    }
+
     /// The pods that it is reserved for, with their uids.
     pub(super) fn user_pods(&self) -> Vec<(String, String)> {
         let users = self.object.status.reserved_for.iter().filter(|user| is_pod(user));
@@ -584,9 +591,9 @@ impl Claim {
             Answer::ClaimWritten(Outcome::Conflict(_)) => self.unconfirmed(None),
             Answer::ClaimWritten(Outcome::Unknown(message)) => {
                 self.mark_write_uncertain(now);
-                let is_lasting = self.backoff.failures() >= WRITES_BEFORE_REPORT;
-                self.unconfirmed(is_lasting.then_some(message))
+                self.not_stored_yet(message)
             }
+            Answer::ClaimWritten(Outcome::Busy(message)) => self.not_stored_yet(message),
             Answer::ClaimRead(Err(_)) => {
                 self.backoff.failed(now);
                 let refusal = self.take_refusal();
@@ -597,6 +604,12 @@ impl Claim {
             | Answer::Evaluated(_)
             | Answer::Allocated(_) => Vec::new(),
         }
+    }
+
+    /// A write that may have to be repeated, which is reported if that lasts.
+    fn not_stored_yet(&mut self, message: String) -> Vec<ClaimAction> {
+        let is_lasting = self.backoff.failures() >= WRITES_BEFORE_REPORT;
+        self.unconfirmed(is_lasting.then_some(message))
     }
 
     fn unconfirmed(&mut self, refusal: Option<String>) -> Vec<ClaimAction> {
@@ -702,7 +715,7 @@ impl Claim {
         }
     }
 
-    /// The pod no longer lacks a claim, or has moved on.
+    /// The pod no longer lacks a claim, or has moved on, or another pod uses the allocation.
     fn allocation_is_right(&mut self) -> Vec<ClaimAction> {
         self.wrong = None;
         vec![ClaimAction::Step, ClaimAction::StepUsers]

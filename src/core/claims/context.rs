@@ -1060,7 +1060,7 @@ impl Context {
                 self.count_wake_up(&mut actions);
             }
             // Most often the context is gone because the pod was bound or deleted. If writes keep failing, it exists: report that.
-            Outcome::Refused(message) | Outcome::Unknown(message) => {
+            Outcome::Refused(message) | Outcome::Unknown(message) | Outcome::Busy(message) => {
                 self.backoff.failed(now);
                 if self.backoff.failures() > WRITES_BEFORE_REPORT {
                     let message = format!("the scheduler cannot be answered: {message}");

@@ -183,6 +183,8 @@ pub enum Outcome<T> {
     Refused(String),
     /// The object has changed since it was read.
     Conflict(String),
+    /// Not stored: the server is too busy.
+    Busy(String),
     /// Unknown whether the write was stored: timeout, dropped connection, server error. A read of the object resolves it.
     Unknown(String),
 }
@@ -193,6 +195,8 @@ impl<T> Outcome<T> {
         let message = status.message.clone();
         match status.code {
             409 => Self::Conflict(message),
+            // A filter (`maxinflight.go`, `priority-and-fairness.go`, `with_retry_after.go`) or a webhook has rejected it.
+            429 => Self::Busy(message),
             400 | 401 | 403 | 404 | 405 | 413 | 422 => Self::Refused(message),
             _ => Self::Unknown(message),
         }
@@ -521,7 +525,7 @@ pub struct EventReport {
     /// The object that the Event is attached to.
     pub regarding: Regarding,
     /// CamelCase reason from a small fixed set.
-    pub reason: String,
+    pub reason: &'static str,
     /// The problem and its fix.
     pub message: String,
 }
@@ -697,6 +701,40 @@ mod tests {
             ..status(Value::Null)
         };
         assert!(!is_conflict(&rollback, denied));
+    }
+
+    #[test]
+    fn a_write_that_a_busy_server_rejects_is_not_stored() {
+        let status = |code| Status {
+            code,
+            ..Status::default()
+        };
+        let (busy, failed) = (status(429), status(503));
+        for write in [
+            ClaimWrite::AddFinalizer {
+                node: "node-a".to_owned(),
+            },
+            ClaimWrite::Allocate {
+                allocation: AllocationResult::default(),
+                reserved_for: None,
+                version: None,
+            },
+            ClaimWrite::ClearAllocation {
+                deallocation_requested: true,
+                driver_name: None,
+            },
+            ClaimWrite::RollBackAllocation {
+                version: "7".to_owned(),
+                reserved: true,
+            },
+            ClaimWrite::RemoveFinalizer { version: None },
+        ] {
+            let rejected = write.rejected::<()>(&busy);
+            assert!(matches!(rejected, Outcome::Busy(_)), "{write:?}");
+            let unclear = write.rejected::<()>(&failed);
+            assert!(matches!(unclear, Outcome::Unknown(_)), "{write:?}");
+        }
+        assert!(matches!(Outcome::<()>::rejected(&busy), Outcome::Busy(_)));
     }
 
     #[test]

@@ -247,7 +247,7 @@ impl ControllerState {
         *self.statistics.reports.entry(reason).or_default() += 1;
         self.commands.push(Command::Report(EventReport {
             regarding,
-            reason: reason.to_owned(),
+            reason,
             message,
         }));
     }
@@ -576,6 +576,7 @@ impl ControllerState {
         let claim = self.cache.claims.get(key)?;
         let pod_lacks_a_claim = claim.incomplete_pod().is_none_or(|(context, uid)| {
             let context = self.contexts.get(context);
+            let context = context.filter(|context| claim.has_no_other_user(context.owner_uid()));
             context.is_some_and(|context| context.uid() == uid && context.lacks_a_claim(&self.cache))
         });
         Some(ClaimInput {
@@ -1331,8 +1332,8 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_context_leaves_a_claim_that_its_pod_no_longer_names() {
+    /// A [`ControllerState`] whose driver evaluates the only claim of a pod, and the id of the call.
+    fn evaluating() -> (ControllerState, CallId) {
         let now = Moment::default();
         let entry = json!({ "name": "c", "source": { "resourceClaimTemplateName": "t" } });
         let mut state = with_early_pod(&json!({ "resourceClaims": [entry] }));
@@ -1344,14 +1345,49 @@ mod tests {
         });
         let context = Arc::new(serde_json::from_value(context).unwrap());
         state.apply(Event::Context(context), now);
-        let key = ObjectKey::new("n", "p-c");
         let commands = state.decide(now);
         let [Command::CallDriver { id, .. }] = commands.as_slice() else {
             panic!("{commands:?}")
         };
+        (state, *id)
+    }
+
+    #[test]
+    fn only_the_incomplete_pod_gives_up_its_allocation() {
+        let now = Moment::default();
+        let reserved = |version: &str, name: &str, uid: &str| {
+            let claim = json!({
+                "metadata": { "namespace": "n", "name": "other", "uid": "o", "resourceVersion": version,
+                    "finalizers": ["d.example/deletion-protection"] },
+                "spec": { "resourceClassName": "class" },
+                "status": { "driverName": "d.example", "allocation": {},
+                    "reservedFor": [{ "resource": "pods", "name": name, "uid": uid }] },
+            });
+            Event::Claim(Arc::new(serde_json::from_value(claim).unwrap()))
+        };
+        for (name, uid, is_given_up) in [("p", "pod", true), ("q", "another", false)] {
+            let (mut state, _) = evaluating();
+            state.apply(reserved("2", "p", "pod"), now);
+            let key = ObjectKey::new("n", "other");
+            let claim = state.cache.claims.get_mut(&key).unwrap();
+            claim.mark_incomplete(ObjectKey::new("n", "p"), "context".to_owned());
+            state.apply(reserved("3", name, uid), now);
+            let commands = state.decide(now);
+            let reads_pod = commands
+                .iter()
+                .any(|command| matches!(command, Command::ReadPod { .. }));
+            assert_eq!(reads_pod, is_given_up, "reserved for {name}: {commands:?}");
+        }
+    }
+
+    #[test]
+    fn a_context_leaves_a_claim_that_its_pod_no_longer_names() {
+        let now = Moment::default();
+        let (mut state, id) = evaluating();
+        let key = ObjectKey::new("n", "p-c");
         assert_eq!(state.cache.index.users(&key).count(), 1);
         let answer = Answer::Evaluated(Ok(vec![BTreeMap::new()]));
-        state.apply(Event::Answer { id: *id, answer }, now);
+        state.apply(Event::Answer { id, answer }, now);
         let gone = Event::ClaimGone {
             key: key.clone(),
             uid: "c".to_owned(),

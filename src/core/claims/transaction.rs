@@ -537,6 +537,12 @@ impl Transaction {
             Answer::ClaimWritten(Outcome::Conflict(_)) => {
                 item.phase = ItemPhase::Unconfirmed { refusal: None };
             }
+            Answer::ClaimWritten(Outcome::Busy(message)) => {
+                item.phase = ItemPhase::Unconfirmed { refusal: None };
+                if item.backoff.failures() >= WRITES_BEFORE_REPORT && !is_rollback {
+                    result = ItemResult::Unclear(message);
+                }
+            }
             Answer::ClaimWritten(Outcome::Unknown(message)) => {
                 item.phase = ItemPhase::Unconfirmed { refusal: None };
                 item.unclear += 1;
@@ -736,10 +742,7 @@ impl Item {
         let status = &known.object.status;
         let is_ours_alone = status.allocation == self.allocation
             && !known.is_release_requested()
-            && status
-                .reserved_for
-                .iter()
-                .all(|user| Some(user.uid.as_str()) == pod_uid);
+            && known.has_no_other_user(pod_uid);
         let version = known.object.metadata.resource_version.clone()?;
         is_ours_alone.then_some(ClaimWrite::RollBackAllocation {
             version,

@@ -45,7 +45,7 @@ fn deleted_claim() -> Arc<ResourceClaim> {
 fn ten_minutes(
     claim: &Arc<ResourceClaim>,
     outcome: &Outcome<Arc<ResourceClaim>>,
-) -> (usize, Vec<(String, String)>) {
+) -> (usize, Vec<(&'static str, String)>) {
     let mut now = Moment::default();
     let (mut state, commands) = started(Vec::new(), Vec::new(), now);
     assert_eq!(commands, []);
@@ -79,7 +79,7 @@ fn ten_minutes(
                 }
                 Command::Observe(_) => continue,
                 other => {
-                    reports.push(("an unexpected command".to_owned(), format!("{other:?}")));
+                    reports.push(("an unexpected command", format!("{other:?}")));
                     continue;
                 }
             };
@@ -91,10 +91,11 @@ fn ten_minutes(
 
 #[test]
 fn a_write_never_accepted_is_retried_rarely_and_reported_once() {
-    let (policy, webhook) = ("by a policy", "failed calling webhook");
+    let (policy, webhook, busy) = ("by a policy", "failed calling webhook", "too many requests");
     for (outcome, cause) in [
         (Outcome::Refused(policy.to_owned()), policy),
         (Outcome::Unknown(webhook.to_owned()), webhook),
+        (Outcome::Busy(busy.to_owned()), busy),
     ] {
         for (claim, reason) in [
             (pending_claim(), "AllocationNotRecorded"),

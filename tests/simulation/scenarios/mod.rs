@@ -97,7 +97,7 @@ fn until_last(cluster: &mut Cluster, what: &str, start: &str) {
 
 fn reasons(cluster: &Cluster) -> Vec<&str> {
     let reports = cluster.reports.iter();
-    reports.map(|report| report.reason.as_str()).collect()
+    reports.map(|report| report.reason).collect()
 }
 
 fn messages(cluster: &Cluster) -> Vec<&str> {
