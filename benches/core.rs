@@ -13,7 +13,7 @@ use drayman::api::resource::{AllocationResult, Pod, PodSchedulingContext, Resour
 use drayman::core::allocation::allocator::{AllocateOutcome, DeviceAllocator};
 use drayman::core::allocation::evaluate::RequestedClaim;
 use drayman::core::allocation::inventory::NodeInfo;
-use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
+use drayman::core::allocation::parameters::{ClaimParameters, ClassParameters, DeviceRequests};
 use drayman::core::allocation::search::{CALL_WORK_MAX, WorkBudget};
 use drayman::core::claims::{
     Answer, ClaimWrite, Command, ControllerState, DriverRequest, Event, Moment, ObjectKey, Outcome, Settings,
@@ -99,10 +99,10 @@ fn allocator(nodes: usize, devices: usize) -> DeviceAllocator {
 fn device_requests(counts: &[u32]) -> DeviceRequests {
     let class = ClassParameters::check(
         "test",
-        &DeviceClassParametersSpec {
+        Ok(DeviceClassParametersSpec {
             kind: "test".to_owned(),
             ..DeviceClassParametersSpec::default()
-        },
+        }),
     )
     .unwrap();
     let requests: Vec<Value> = counts
@@ -111,7 +111,8 @@ fn device_requests(counts: &[u32]) -> DeviceRequests {
         .map(|(number, count)| json!({ "name": format!("r{number}"), "count": count }))
         .collect();
     let spec: DeviceClaimParametersSpec = serde_json::from_value(json!({ "requests": requests })).unwrap();
-    DeviceRequests::check(&class, "default", "test", &spec).unwrap()
+    let claim = ClaimParameters::check("default", "test", Ok(spec)).unwrap();
+    DeviceRequests::new(&class, claim)
 }
 
 fn allocate(

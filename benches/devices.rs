@@ -15,7 +15,7 @@ use drayman::api::resource::{AllocationResult, ResourceClaim};
 use drayman::core::allocation::allocator::{AllocateOutcome, DeviceAllocator};
 use drayman::core::allocation::evaluate::RequestedClaim;
 use drayman::core::allocation::inventory::{Match, NodeInfo};
-use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
+use drayman::core::allocation::parameters::{ClaimParameters, ClassParameters, DeviceRequests};
 use drayman::core::allocation::search::Fit;
 use drayman::core::allocation::search::{CALL_WORK_MAX, NODE_WORK_MAX, WorkBudget};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
@@ -75,10 +75,10 @@ fn claim(number: usize, allocation: Option<AllocationResult>) -> ResourceClaim {
 fn device_requests(count: u32) -> Option<DeviceRequests> {
     let class = ClassParameters::check(
         "gpu",
-        &DeviceClassParametersSpec {
+        Ok(DeviceClassParametersSpec {
             kind: "gpu".into(),
             ..DeviceClassParametersSpec::default()
-        },
+        }),
     )
     .ok()?;
     let requests = vec![DeviceRequest {
@@ -90,7 +90,8 @@ fn device_requests(count: u32) -> Option<DeviceRequests> {
         requests,
         constraints: Vec::new(),
     };
-    DeviceRequests::check(&class, "default", "p", &spec).ok()
+    let claim = ClaimParameters::check("default", "p", Ok(spec)).ok()?;
+    Some(DeviceRequests::new(&class, claim))
 }
 
 /// 64 devices of 2 generations on 4 NUMA nodes.
@@ -130,8 +131,9 @@ fn constrained() -> Option<DeviceRequests> {
         }],
         constraints: vec![equal("drayman.dev/generation"), equal("drayman.dev/numaNode")],
     };
-    let class = ClassParameters::check("gpu", &class).ok()?;
-    DeviceRequests::check(&class, "default", "p", &spec).ok()
+    let class = ClassParameters::check("gpu", Ok(class)).ok()?;
+    let claim = ClaimParameters::check("default", "p", Ok(spec)).ok()?;
+    Some(DeviceRequests::new(&class, claim))
 }
 
 /// An allocator with only [`large_node`], all of whose devices match.

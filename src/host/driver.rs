@@ -1,6 +1,6 @@
 //! [`HostDriver`]: a device allocator behind one lock, updated by three watches and by the controller's observations.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -10,10 +10,7 @@ use tokio::sync::{Mutex as AsyncMutex, mpsc, watch as cell};
 use tokio::task::{JoinError, spawn_blocking, yield_now};
 use tokio_util::sync::CancellationToken;
 
-use crate::api::crd::{
-    DeviceClaimParameters, DeviceClaimParametersSpec, DeviceClassParameters, DeviceClassParametersSpec,
-    NodeInventory,
-};
+use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventory};
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use crate::core::allocation::allocator::{
     AllocateError, AllocateOutcome, DeviceAllocator, Observed, add_unsuitable, count_devices, first_fit,
@@ -22,8 +19,8 @@ use crate::core::allocation::allocator::{
 use crate::core::allocation::evaluate::{NodeSnapshot, RequestedClaim};
 use crate::core::allocation::inventory::{AttributeSet, NodeInfo, SelectorResults};
 use crate::core::allocation::parameters::{
-    CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, CheckedSelector, ClassParameters, DeviceRequests,
-    ParametersError, claim_reference, class_reference,
+    CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, CheckedSelector, ClaimParameters, ClassParameters,
+    DeviceRequests, ParametersError, claim_reference, class_reference,
 };
 use crate::core::allocation::search::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, WorkBudget};
 use crate::driver::{
@@ -138,11 +135,10 @@ impl HostDriver {
             ),
             shutdown.clone(),
             |object| {
-                let key = watch::name(&object);
-                (
-                    key,
-                    Some(object.0.map(|object| object.spec).map_err(|error| error.error)),
-                )
+                let name = watch::name(&object);
+                let spec = object.0.map(|object| object.spec).map_err(|error| error.error);
+                let parameters = ClassParameters::check(&name, spec);
+                (name, Some(parameters))
             },
             move |change| shared.classes(change),
         ));
@@ -151,11 +147,10 @@ impl HostDriver {
             events(claim_parameters, PARAMETERS_PAGE),
             shutdown,
             |object| {
-                let key = watch::namespaced_name(&object);
-                (
-                    key,
-                    Some(object.0.map(|object| object.spec).map_err(|error| error.error)),
-                )
+                let (namespace, name) = watch::namespaced_name(&object);
+                let spec = object.0.map(|object| object.spec).map_err(|error| error.error);
+                let parameters = ClaimParameters::check(&namespace, &name, spec);
+                ((namespace, name), Some(parameters))
             },
             move |change| shared.claims(change),
         ));
@@ -220,14 +215,14 @@ impl HostDriverInner {
         self.changes.report(CapacityCause::Inventory, number);
     }
 
-    fn classes(&self, change: WatchUpdate<String, Result<DeviceClassParametersSpec, String>>) {
+    fn classes(&self, change: WatchUpdate<String, Result<ClassParameters, ParametersError>>) {
         let all = matches!(change, WatchUpdate::All(_));
         let number = self.state().apply_classes(change);
         self.synced.send_modify(|synced| synced.classes |= all);
         self.changes.report(CapacityCause::Parameters, number);
     }
 
-    fn claims(&self, change: WatchUpdate<(String, String), Result<DeviceClaimParametersSpec, String>>) {
+    fn claims(&self, change: WatchUpdate<(String, String), Result<ClaimParameters, ParametersError>>) {
         let all = matches!(change, WatchUpdate::All(_));
         let namespace = match &change {
             WatchUpdate::Set((namespace, _), _) => Some(namespace.clone()),
@@ -355,9 +350,9 @@ struct HostState {
     /// Inventory and allocations.
     allocator: DeviceAllocator,
     /// DeviceClassParameters by name.
-    classes: ObjectCache<String, DeviceClassParametersSpec>,
+    classes: ObjectCache<String, ClassParameters>,
     /// DeviceClaimParameters by namespace and name.
-    claims: ObjectCache<(String, String), DeviceClaimParametersSpec>,
+    claims: ObjectCache<(String, String), ClaimParameters>,
     /// The expressions of these objects.
     expressions: Expressions,
     /// Inventory changes since results for deleted devices were last dropped.
@@ -387,20 +382,14 @@ impl HostState {
     /// Applies a change of DeviceClassParameters. Returns how many objects are new or different.
     fn apply_classes(
         &mut self,
-        change: WatchUpdate<String, Result<DeviceClassParametersSpec, String>>,
+        change: WatchUpdate<String, Result<ClassParameters, ParametersError>>,
     ) -> usize {
-        fn texts(spec: Option<&DeviceClassParametersSpec>) -> BTreeSet<&str> {
-            let selectors = spec.into_iter().flat_map(|spec| &spec.selectors);
-            selectors
-                .map(|selector| selector.cel.expression.as_str())
-                .collect()
-        }
         let (expressions, allocator) = (&mut self.expressions, &mut self.allocator);
-        self.classes.apply_with(change, |_, old, new| {
+        self.classes.apply_with(change, |old, new| {
             // Add the new expressions first, so that unchanged ones keep their results.
-            expressions.add("", &texts(new));
-            for expression in expressions.remove("", &texts(old)) {
-                allocator.forget_selector(expression);
+            expressions.add(new.into_iter().flat_map(ClassParameters::selectors));
+            for expression in expressions.remove(old.into_iter().flat_map(ClassParameters::selectors)) {
+                allocator.forget_selector(&expression);
             }
         })
     }
@@ -408,20 +397,13 @@ impl HostState {
     /// Applies a change of DeviceClaimParameters. Returns how many objects are new or different.
     fn apply_claims(
         &mut self,
-        change: WatchUpdate<(String, String), Result<DeviceClaimParametersSpec, String>>,
+        change: WatchUpdate<(String, String), Result<ClaimParameters, ParametersError>>,
     ) -> usize {
-        fn texts(spec: Option<&DeviceClaimParametersSpec>) -> BTreeSet<&str> {
-            let requests = spec.into_iter().flat_map(|spec| &spec.requests);
-            let selectors = requests.flat_map(|request| &request.selectors);
-            selectors
-                .map(|selector| selector.cel.expression.as_str())
-                .collect()
-        }
         let (expressions, allocator) = (&mut self.expressions, &mut self.allocator);
-        self.claims.apply_with(change, |(namespace, _), old, new| {
-            expressions.add(namespace, &texts(new));
-            for expression in expressions.remove(namespace, &texts(old)) {
-                allocator.forget_selector(expression);
+        self.claims.apply_with(change, |old, new| {
+            expressions.add(new.into_iter().flat_map(ClaimParameters::selectors));
+            for expression in expressions.remove(old.into_iter().flat_map(ClaimParameters::selectors)) {
+                allocator.forget_selector(&expression);
             }
         })
     }
@@ -490,10 +472,10 @@ impl HostState {
 
     fn class_parameters(&self, class: &ResourceClass) -> Result<ClassParameters, DriverError> {
         let name = class_reference(class)?;
-        let spec = self
+        let parameters = self
             .classes
             .get(&name.to_owned(), || format!("{CLASS_PARAMETERS_KIND} {name}"))?;
-        Ok(ClassParameters::check(name, spec)?)
+        Ok(parameters.clone())
     }
 
     fn claim_parameters(
@@ -502,21 +484,21 @@ impl HostState {
         class: &ClassParameters,
     ) -> Result<DeviceRequests, DriverError> {
         let Some(name) = claim_reference(claim)? else {
-            return Ok(DeviceRequests::one(class));
+            return Ok(DeviceRequests::new(class, ClaimParameters::default()));
         };
         let namespace = claim.metadata.namespace.as_deref().unwrap_or_default();
         let key = (namespace.to_owned(), name.to_owned());
-        let spec = self
+        let parameters = self
             .claims
             .get(&key, || format!("{CLAIM_PARAMETERS_KIND} {namespace}/{name}"))?;
-        Ok(DeviceRequests::check(class, namespace, name, spec)?)
+        Ok(DeviceRequests::new(class, parameters.clone()))
     }
 }
 
-/// A cache of all objects of one kind. For an unreadable object it keeps the error.
+/// A cache of all objects of one kind. For an object that is refused it keeps the error.
 #[derive(Debug)]
 struct ObjectCache<K, V> {
-    objects: BTreeMap<K, Result<V, String>>,
+    objects: BTreeMap<K, Result<V, ParametersError>>,
     synced: bool,
 }
 
@@ -530,12 +512,12 @@ impl<K, V> Default for ObjectCache<K, V> {
 }
 
 impl<K: Ord, V: PartialEq> ObjectCache<K, V> {
-    /// Applies a change, and calls `changed` for each changed object with its key, its old value and its new value. Returns how many objects
-    /// are new or different; deleted objects do not count.
+    /// Applies a change, and calls `changed` for each changed object with its old value and its new value. Returns how many objects are new
+    /// or different; deleted objects do not count.
     fn apply_with(
         &mut self,
-        change: WatchUpdate<K, Result<V, String>>,
-        mut changed: impl FnMut(&K, Option<&V>, Option<&V>),
+        change: WatchUpdate<K, Result<V, ParametersError>>,
+        mut changed: impl FnMut(Option<&V>, Option<&V>),
     ) -> usize {
         match change {
             WatchUpdate::All(objects) => {
@@ -547,11 +529,11 @@ impl<K: Ord, V: PartialEq> ObjectCache<K, V> {
                     let old = before.get(key);
                     if old != Some(value) {
                         number += 1;
-                        changed(key, old.and_then(|old| old.as_ref().ok()), value.as_ref().ok());
+                        changed(old.and_then(|old| old.as_ref().ok()), value.as_ref().ok());
                     }
                 }
-                for (key, old) in before.iter().filter(|(key, _)| !self.objects.contains_key(*key)) {
-                    changed(key, old.as_ref().ok(), None);
+                for (_, old) in before.iter().filter(|(key, _)| !self.objects.contains_key(*key)) {
+                    changed(old.as_ref().ok(), None);
                 }
                 number
             }
@@ -559,14 +541,14 @@ impl<K: Ord, V: PartialEq> ObjectCache<K, V> {
                 let old = self.objects.get(&key);
                 let same = old == Some(&value);
                 if !same {
-                    changed(&key, old.and_then(|old| old.as_ref().ok()), value.as_ref().ok());
+                    changed(old.and_then(|old| old.as_ref().ok()), value.as_ref().ok());
                 }
                 self.objects.insert(key, value);
                 usize::from(!same)
             }
             WatchUpdate::Gone(key) => {
                 if let Some(Ok(old)) = self.objects.remove(&key) {
-                    changed(&key, Some(&old), None);
+                    changed(Some(&old), None);
                 }
                 0
             }
@@ -577,11 +559,7 @@ impl<K: Ord, V: PartialEq> ObjectCache<K, V> {
     fn get(&self, key: &K, name: impl FnOnce() -> String) -> Result<&V, DriverError> {
         match self.objects.get(key) {
             Some(Ok(value)) => Ok(value),
-            Some(Err(error)) => Err(ParametersError::Malformed {
-                object: name(),
-                error: error.clone(),
-            }
-            .into()),
+            Some(Err(error)) => Err(error.clone().into()),
             None if self.synced => Err(ParametersError::NotFound { object: name() }.into()),
             None => Err(DriverError::retry(
                 "NotSynced",

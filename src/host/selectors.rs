@@ -371,24 +371,25 @@ struct ExpressionUse {
     requested: bool,
 }
 
+/// The expression and the namespace of a selector.
+fn key_of(selector: &CheckedSelector) -> (Arc<str>, Arc<str>) {
+    let (expression, namespace) = (selector.expression(), selector.namespace());
+    (Arc::clone(expression), Arc::clone(namespace))
+}
+
 impl Expressions {
-    /// Adds the expressions of an object.
-    pub(crate) fn add(&mut self, namespace: &str, expressions: &BTreeSet<&str>) {
-        let namespace: Arc<str> = namespace.into();
-        for expression in expressions {
-            let key = (self.shared(expression), Arc::clone(&namespace));
+    /// Adds the selectors of an object.
+    pub(crate) fn add<'a>(&mut self, selectors: impl Iterator<Item = &'a CheckedSelector>) {
+        for (expression, namespace) in selectors.map(key_of).collect::<BTreeSet<_>>() {
+            let key = (self.shared(&expression), namespace);
             self.uses.entry(key).or_default().objects += 1;
         }
     }
 
     /// The text of an expression, shared with the stored one if there is one.
-    fn shared(&self, expression: &str) -> Arc<str> {
-        let text: Arc<str> = expression.into();
-        let known = self
-            .namespaces(&text)
-            .next()
-            .map(|((known, _), _)| Arc::clone(known));
-        known.unwrap_or(text)
+    fn shared(&self, expression: &Arc<str>) -> Arc<str> {
+        let known = self.namespaces(expression).next();
+        Arc::clone(known.map_or(expression, |((known, _), _)| known))
     }
 
     /// The namespaces that contain an expression.
@@ -411,12 +412,13 @@ impl Expressions {
         first.map_or_else(|| Arc::from(""), |((_, namespace), _)| Arc::clone(namespace))
     }
 
-    /// Removes the expressions of an object. Returns those that no object contains any more.
-    pub(crate) fn remove<'a>(&mut self, namespace: &str, expressions: &BTreeSet<&'a str>) -> Vec<&'a str> {
+    /// Removes the selectors of an object. Returns the expressions that no object contains any more.
+    pub(crate) fn remove<'a>(
+        &mut self,
+        selectors: impl Iterator<Item = &'a CheckedSelector>,
+    ) -> Vec<Arc<str>> {
         let mut gone = Vec::new();
-        let namespace: Arc<str> = namespace.into();
-        for expression in expressions {
-            let key = (Arc::from(*expression), Arc::clone(&namespace));
+        for key in selectors.map(key_of).collect::<BTreeSet<_>>() {
             let Some(found) = self.uses.get_mut(&key) else {
                 continue;
             };
@@ -425,17 +427,17 @@ impl Expressions {
                 continue;
             }
             if found.requested
-                && let Some(used) = self.used.get_mut(&namespace)
+                && let Some(used) = self.used.get_mut(&key.1)
             {
                 *used = used.saturating_sub(1);
                 if *used == 0 {
-                    self.used.remove(&namespace);
+                    self.used.remove(&key.1);
                 }
             }
             self.uses.remove(&key);
             if !self.contains(&key.0) {
-                self.statuses.remove(*expression);
-                gone.push(*expression);
+                self.statuses.remove(&key.0);
+                gone.push(key.0);
             }
         }
         gone
@@ -443,7 +445,7 @@ impl Expressions {
 
     /// Marks a selector as in use, unless too many are.
     pub(crate) fn request(&mut self, selector: &CheckedSelector) -> Result<(), DriverError> {
-        let (namespace, expression) = (selector.namespace(), selector.expression());
+        let namespace = selector.namespace();
         let in_namespace = self.used.get(namespace).copied().unwrap_or(0);
         // Operators write the classes, so the number of expressions in user objects must not make a class fail.
         let in_all: usize = self
@@ -452,8 +454,7 @@ impl Expressions {
             .filter(|(namespace, _)| !namespace.is_empty())
             .map(|(_, used)| used)
             .sum();
-        let key = (Arc::clone(expression), Arc::clone(namespace));
-        let Some(found) = self.uses.get_mut(&key) else {
+        let Some(found) = self.uses.get_mut(&key_of(selector)) else {
             return Err(DriverError::retry(
                 "NotSynced",
                 format!("{} has changed meanwhile", selector.object()),

@@ -304,11 +304,11 @@ impl DeviceAllocator {
             |device: &&DeviceInfo| before.and_then(|before| before.device(&device.name)) == Some(*device);
         let available = self.available(node).filter(|device| !same(device));
         let is_gone = |device: &&DeviceInfo| {
-            let now = node.device(&device.name).filter(|now| now.mode.serves_claims());
+            let now = node.device(&device.name).filter(|now| now.serves_claims);
             now.is_none_or(|now| now.kind != device.kind || now.attributes != device.attributes)
         };
         let previous = before.into_iter().flat_map(|before| before.devices());
-        let gone = previous.filter(|device| device.mode.serves_claims() && is_gone(device));
+        let gone = previous.filter(|device| device.serves_claims && is_gone(device));
         let names: BTreeSet<&str> = available.chain(gone).map(|device| &*device.name).collect();
         names.len()
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::NodeSelector;
 
-use crate::api::crd::{CLAIM_DEVICES_MAX, PlacementPolicy};
+use crate::api::crd::CLAIM_DEVICES_MAX;
 use crate::api::handle::HandleDevice;
 use crate::api::resource::ResourceClaim;
 use crate::core::allocation::index::{AllocationIndex, AllocationState, DeviceGrant};
@@ -270,7 +270,7 @@ fn availabilities(
         let ours = holders.iter().filter(own).count();
         let room = device.shares.saturating_sub(holders.len() - ours);
         match room {
-            _ if !device.mode.serves_claims() => DeviceAvailability::OtherMode,
+            _ if !device.serves_claims => DeviceAvailability::OtherMode,
             0 => DeviceAvailability::Held,
             _ if device.unhealthy.is_some() => DeviceAvailability::Unhealthy,
             room => DeviceAvailability::Open { room, own: ours > 0 },
@@ -461,9 +461,10 @@ impl<'a> NodeView<'a> {
         }
         // Only shared devices differ here: any other free device has room for one claim.
         let room = |&index: &usize| self.availabilities.get(index).map_or(0, DeviceAvailability::room);
-        match self.device_requests.policy() {
-            PlacementPolicy::Packing => free.sort_by_key(room),
-            PlacementPolicy::Spreading => free.sort_by_key(|index| Reverse(room(index))),
+        if self.device_requests.spreads() {
+            free.sort_by_key(|index| Reverse(room(index)));
+        } else {
+            free.sort_by_key(room);
         }
         before.append(&mut free);
         before.append(&mut others);
@@ -554,12 +555,10 @@ impl<'a> NodeView<'a> {
                 .filter(|device| granted.iter().any(|held| *held.device == *device.name))
                 .count()
         };
+        let spreads = self.device_requests.spreads();
         groups.sort_by_cached_key(|group| {
             let size = i64::try_from(group.len()).unwrap_or(i64::MAX);
-            let preferred = match self.device_requests.policy() {
-                PlacementPolicy::Packing => size,
-                PlacementPolicy::Spreading => -size,
-            };
+            let preferred = if spreads { -size } else { size };
             (Reverse(before(group)), preferred)
         });
         Equal {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use jiff::Timestamp;
 
-use crate::api::crd::{AttributeValue, Device, Mode, NodeInventory, READY};
+use crate::api::crd::{AttributeValue, Device, NodeInventory, READY};
 
 /// One node, as described by one NodeInventory object.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,8 +29,8 @@ pub struct DeviceInfo {
     pub name: Box<str>,
     /// The kind in the node's configuration that found the device.
     pub kind: Box<str>,
-    /// The kubelet APIs through which containers may get the device.
-    pub mode: Mode,
+    /// Whether claims can have the device, according to its mode.
+    pub serves_claims: bool,
     /// Why the device must not be allocated now; `None` if it is healthy.
     pub unhealthy: Option<Box<str>>,
     /// Its attributes, by qualified name.
@@ -118,7 +118,7 @@ impl DeviceInfo {
         Self {
             name: device.name.as_str().into(),
             kind: device.kind.as_str().into(),
-            mode: device.mode,
+            serves_claims: device.mode.serves_claims(),
             unhealthy: device.unhealthy.as_deref().map(Into::into),
             shares: device
                 .shares
@@ -132,7 +132,7 @@ impl DeviceInfo {
 
     /// Whether the mode and the health of the device allow claims to get it.
     pub fn claimable(&self) -> bool {
-        self.mode.serves_claims() && self.unhealthy.is_none()
+        self.serves_claims && self.unhealthy.is_none()
     }
 }
 

@@ -1,4 +1,4 @@
-//! Validated parameters of classes and claims: [`ClassParameters`], [`DeviceRequests`], and the objects that `parametersRef` names.
+//! Validated parameters of classes and claims: [`ClassParameters`], [`ClaimParameters`], and the objects that `parametersRef` names.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,15 +11,12 @@ use crate::api::crd::{
 use crate::api::resource::{ResourceClaim, ResourceClass};
 use crate::core::names::is_dns_label;
 
-/// Name of the only request of a claim without parameters.
-pub const DEFAULT_REQUEST: &str = "device";
-
 /// The validated parameters of a class.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClassParameters {
     kind: String,
     selectors: Vec<CheckedSelector>,
-    policy: PlacementPolicy,
+    spreads: bool,
 }
 
 /// A condition on devices, with its origin.
@@ -92,14 +89,18 @@ impl CheckedSelector {
 }
 
 impl ClassParameters {
-    /// Validates the class parameters called `name`.
-    pub fn check(name: &str, spec: &DeviceClassParametersSpec) -> Result<Self, ParametersError> {
+    /// Validates the class parameters called `name`; `spec` may be the error of decoding them.
+    pub fn check(
+        name: &str,
+        spec: Result<DeviceClassParametersSpec, String>,
+    ) -> Result<Self, ParametersError> {
         let object = format!("{CLASS_PARAMETERS_KIND} {name}");
+        let spec = spec.map_err(|error| malformed(&object, error))?;
         check_label(&object, "spec.kind", &spec.kind)?;
         Ok(Self {
-            kind: spec.kind.clone(),
+            kind: spec.kind,
             selectors: CheckedSelector::check("", &object, "the class", &spec.selectors)?,
-            policy: spec.policy.unwrap_or_default(),
+            spreads: spec.policy == Some(PlacementPolicy::Spreading),
         })
     }
 
@@ -114,13 +115,20 @@ impl ClassParameters {
     }
 }
 
-/// The device request of a claim: at least one device, at most [`CLAIM_DEVICES_MAX`], all of one kind.
+/// The validated parameters of a claim: at least one device, at most [`CLAIM_DEVICES_MAX`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClaimParameters {
+    requests: Vec<CheckedRequest>,
+    constraints: Vec<Constraint>,
+}
+
+/// The device requests of a claim, all for devices of one kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceRequests {
     kind: String,
     requests: Vec<CheckedRequest>,
     constraints: Vec<Constraint>,
-    policy: PlacementPolicy,
+    spreads: bool,
 }
 
 /// A request for a number of devices, or for all that match.
@@ -159,9 +167,35 @@ impl CheckedRequest {
         }
     }
 
-    /// The selectors that each device must match: those of the class, then those of the request.
+    /// The selectors that each device must match. In [`DeviceRequests`], those of the class come first.
     pub fn selectors(&self) -> &[CheckedSelector] {
         &self.selectors
+    }
+
+    fn check(namespace: &str, object: &str, request: &DeviceRequest) -> Result<Self, ParametersError> {
+        check_label(object, "spec.requests[].name", &request.name)?;
+        let owner = format!("request {}", request.name);
+        let amount = match (request.allocation_mode.unwrap_or_default(), request.count) {
+            (DeviceAllocationMode::All, None) => Amount::All,
+            (DeviceAllocationMode::All, Some(_)) => {
+                let error = format!("{owner} has allocationMode All and a count; remove one of them");
+                return Err(invalid(object, error));
+            }
+            (DeviceAllocationMode::ExactCount, count) => {
+                let count = count.unwrap_or(1);
+                let number = usize::try_from(count).unwrap_or(usize::MAX);
+                if !(1..=CLAIM_DEVICES_MAX).contains(&number) {
+                    let error = format!("{owner} has count {count}; 1 to {CLAIM_DEVICES_MAX} are allowed");
+                    return Err(invalid(object, error));
+                }
+                Amount::Exactly(number)
+            }
+        };
+        Ok(Self {
+            name: request.name.clone(),
+            amount,
+            selectors: CheckedSelector::check(namespace, object, &owner, &request.selectors)?,
+        })
     }
 }
 
@@ -246,29 +280,29 @@ impl Constraint {
     }
 }
 
-impl DeviceRequests {
-    /// The device request of a claim without parameters: one device.
-    pub fn one(class: &ClassParameters) -> Self {
+impl Default for ClaimParameters {
+    /// The parameters of a claim without `parametersRef`: one device.
+    fn default() -> Self {
         Self {
-            kind: class.kind.clone(),
             requests: vec![CheckedRequest {
-                name: DEFAULT_REQUEST.to_owned(),
+                name: "device".to_owned(),
                 amount: Amount::Exactly(1),
-                selectors: class.selectors.clone(),
+                selectors: Vec::new(),
             }],
             constraints: Vec::new(),
-            policy: class.policy,
         }
     }
+}
 
-    /// Validates the claim parameters called `name` in `namespace`.
+impl ClaimParameters {
+    /// Validates the claim parameters called `name` in `namespace`; `spec` may be the error of decoding them.
     pub fn check(
-        class: &ClassParameters,
         namespace: &str,
         name: &str,
-        spec: &DeviceClaimParametersSpec,
+        spec: Result<DeviceClaimParametersSpec, String>,
     ) -> Result<Self, ParametersError> {
         let object = format!("{CLAIM_PARAMETERS_KIND} {namespace}/{name}");
+        let spec = spec.map_err(|error| malformed(&object, error))?;
         let number = spec.requests.len();
         if !(1..=REQUESTS_MAX).contains(&number) {
             let error = format!("spec.requests has {number} entries; 1 to {REQUESTS_MAX} are allowed");
@@ -277,7 +311,7 @@ impl DeviceRequests {
         let mut names = BTreeSet::new();
         let mut requests = Vec::with_capacity(number);
         for request in &spec.requests {
-            requests.push(Self::check_request(class, namespace, &object, request)?);
+            requests.push(CheckedRequest::check(namespace, &object, request)?);
             let name = request.name.as_str();
             if !names.insert(name) {
                 let error = format!("request {name} occurs twice; request names must be unique");
@@ -301,49 +335,29 @@ impl DeviceRequests {
             Constraint::check(&object, index + 1, constraint, &requests)?.join(&mut constraints);
         }
         Ok(Self {
-            kind: class.kind.clone(),
             requests,
             constraints,
-            policy: class.policy,
         })
     }
 
-    fn check_request(
-        class: &ClassParameters,
-        namespace: &str,
-        object: &str,
-        request: &DeviceRequest,
-    ) -> Result<CheckedRequest, ParametersError> {
-        check_label(object, "spec.requests[].name", &request.name)?;
-        let owner = format!("request {}", request.name);
-        let amount = match (request.allocation_mode.unwrap_or_default(), request.count) {
-            (DeviceAllocationMode::All, None) => Amount::All,
-            (DeviceAllocationMode::All, Some(_)) => {
-                let error = format!("{owner} has allocationMode All and a count; remove one of them");
-                return Err(invalid(object, error));
-            }
-            (DeviceAllocationMode::ExactCount, count) => {
-                let count = count.unwrap_or(1);
-                let number = usize::try_from(count).unwrap_or(usize::MAX);
-                if !(1..=CLAIM_DEVICES_MAX).contains(&number) {
-                    let error = format!("{owner} has count {count}; 1 to {CLAIM_DEVICES_MAX} are allowed");
-                    return Err(invalid(object, error));
-                }
-                Amount::Exactly(number)
-            }
-        };
-        let mut selectors = class.selectors.clone();
-        selectors.extend(CheckedSelector::check(
-            namespace,
-            object,
-            &owner,
-            &request.selectors,
-        )?);
-        Ok(CheckedRequest {
-            name: request.name.clone(),
-            amount,
-            selectors,
-        })
+    /// The selectors of all requests.
+    pub fn selectors(&self) -> impl Iterator<Item = &CheckedSelector> {
+        self.requests.iter().flat_map(CheckedRequest::selectors)
+    }
+}
+
+impl DeviceRequests {
+    /// Combines the parameters of a claim with those of its class.
+    pub fn new(class: &ClassParameters, mut claim: ClaimParameters) -> Self {
+        for request in &mut claim.requests {
+            request.selectors = [class.selectors(), request.selectors()].concat();
+        }
+        Self {
+            kind: class.kind.clone(),
+            requests: claim.requests,
+            constraints: claim.constraints,
+            spreads: class.spreads,
+        }
     }
 
     pub fn kind(&self) -> &str {
@@ -359,9 +373,9 @@ impl DeviceRequests {
         &self.constraints
     }
 
-    /// The policy that selects one of several groups of devices.
-    pub fn policy(&self) -> PlacementPolicy {
-        self.policy
+    /// Whether to prefer large groups of devices, and shared devices with many shares left.
+    pub fn spreads(&self) -> bool {
+        self.spreads
     }
 
     /// The minimum number of devices of all requests.
@@ -384,6 +398,11 @@ fn check_label(object: &str, field: &str, value: &str) -> Result<(), ParametersE
         "{field} is {value:?}; at most 63 of a-z, 0-9 and '-' are allowed, with a letter or digit at both ends"
     );
     Err(invalid(object, error))
+}
+
+fn malformed(object: &str, error: String) -> ParametersError {
+    let object = object.to_owned();
+    ParametersError::Malformed { object, error }
 }
 
 fn invalid(object: &str, error: String) -> ParametersError {

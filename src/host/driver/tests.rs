@@ -1,11 +1,14 @@
 //! Selectors of several claims at once.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use futures::FutureExt as _;
 
 use super::*;
-use crate::api::crd::{AttributeValue, DeviceConstraint, DeviceSelector};
+use crate::api::crd::{
+    AttributeValue, DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceConstraint, DeviceSelector,
+};
 use crate::core::allocation::index;
 use crate::core::allocation::inventory::Match;
 use crate::core::allocation::tests::fixture::{self, DRIVER};
@@ -33,20 +36,13 @@ fn class(kind: &str, expression: &str) -> ClassParameters {
         selectors: vec![DeviceSelector::cel(expression)],
         ..DeviceClassParametersSpec::default()
     };
-    ClassParameters::check("class", &spec).unwrap()
+    ClassParameters::check("class", Ok(spec)).unwrap()
 }
 
 /// Adds a class parameters object that contains the selector, so that it may be used.
 fn write(driver: &HostDriver, name: &str, kind: &str, expression: &str) {
-    let spec = DeviceClassParametersSpec {
-        kind: kind.to_owned(),
-        selectors: vec![DeviceSelector::cel(expression)],
-        ..DeviceClassParametersSpec::default()
-    };
-    driver
-        .shared
-        .state()
-        .apply_classes(WatchUpdate::Set(name.to_owned(), Ok(spec)));
+    let change = WatchUpdate::Set(name.to_owned(), Ok(class(kind, expression)));
+    driver.shared.state().apply_classes(change);
 }
 
 async fn evaluate(driver: HostDriver, class: ClassParameters) -> Result<(), DriverError> {
@@ -144,16 +140,18 @@ async fn claim_parameters_are_reported_for_their_namespace() {
     let mut changes = std::pin::pin!(driver.capacity_changes());
     let mut next = || Some(changes.next().now_or_never()??.namespace);
     let key = |namespace: &str| (namespace.to_owned(), "p".to_owned());
-    let spec = || Ok(DeviceClaimParametersSpec::default());
-    let set = |namespace: &str| WatchUpdate::Set(key(namespace), spec());
-    driver.shared.claims(WatchUpdate::All(vec![(key("a"), spec())]));
+    let parameters = || Ok(ClaimParameters::default());
+    let set = |namespace: &str| WatchUpdate::Set(key(namespace), parameters());
+    driver
+        .shared
+        .claims(WatchUpdate::All(vec![(key("a"), parameters())]));
     assert_eq!(next(), Some(None));
     driver.shared.claims(set("b"));
     assert_eq!(next(), Some(Some("b".to_owned())));
     driver.shared.claims(set("b"));
     driver.shared.claims(WatchUpdate::Gone(key("b")));
     assert_eq!(next(), None, "nothing that helps");
-    let class = DeviceClassParametersSpec::default();
+    let class = fixture::class("test");
     driver
         .shared
         .classes(WatchUpdate::Set("class".to_owned(), Ok(class)));
@@ -176,14 +174,14 @@ fn claims(pod: &str, number: usize, counts: &[u32], equal: Option<&str>) -> Vec<
         requests: counts.iter().enumerate().map(request).collect(),
         constraints: equal.map(constraint).into_iter().collect(),
     };
+    let claim_parameters = ClaimParameters::check("ns", "p", Ok(spec)).unwrap();
     let claim = |index| {
         let claim = fixture::claim(&format!("{pod}-{index}"), None);
-        let requests = DeviceRequests::check(&class_parameters, "ns", "p", &spec).unwrap();
         ClaimRequest::new(
             claim,
             ResourceClass::default(),
             class_parameters.clone(),
-            requests,
+            DeviceRequests::new(&class_parameters, claim_parameters.clone()),
         )
     };
     (0..number).map(claim).collect()

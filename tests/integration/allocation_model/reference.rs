@@ -7,7 +7,7 @@ use drayman::api::handle::DeviceHandle;
 use drayman::api::resource::{AllocationResult, ResourceClaim};
 use drayman::core::allocation::allocator::DeviceAllocator;
 use drayman::core::allocation::evaluate::RequestedClaim;
-use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
+use drayman::core::allocation::parameters::{ClaimParameters, ClassParameters, DeviceRequests};
 use drayman::core::allocation::search::{CALL_WORK_MAX, WorkBudget};
 
 use super::{CLAIMS, DRIVER, KINDS, NODES, Step};
@@ -44,7 +44,7 @@ impl ReferenceClaim {
             kind: self.kind.into(),
             ..DeviceClassParametersSpec::default()
         };
-        let class = ClassParameters::check("class", &spec).unwrap();
+        let class = ClassParameters::check("class", Ok(spec)).unwrap();
         let request = |(index, &count)| DeviceRequest {
             name: format!("r{index}"),
             count: Some(count),
@@ -55,7 +55,8 @@ impl ReferenceClaim {
             requests,
             constraints: Vec::new(),
         };
-        DeviceRequests::check(&class, "ns", "p", &spec).unwrap()
+        let claim = ClaimParameters::check("ns", "p", Ok(spec)).unwrap();
+        DeviceRequests::new(&class, claim)
     }
 
     fn holds(&self) -> Option<&AllocationResult> {

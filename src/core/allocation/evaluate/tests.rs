@@ -13,7 +13,7 @@ mod view {
     use crate::core::allocation::allocator::DeviceAllocator;
     use crate::core::allocation::index;
     use crate::core::allocation::inventory::{Attribute, Match, NodeInfo};
-    use crate::core::allocation::parameters::{ClassParameters, Constraint, DeviceRequests};
+    use crate::core::allocation::parameters::{ClaimParameters, ClassParameters, Constraint, DeviceRequests};
     use crate::core::allocation::search::{QUICK_WORK_MAX, WorkBudget};
     use crate::core::allocation::tests::fixture::{self, DRIVER, claim};
 
@@ -60,10 +60,11 @@ mod view {
 
     fn device_requests(policy: &str, requests: &Value, constraints: &Value) -> DeviceRequests {
         let class = json!({"kind": "test", "policy": policy});
-        let class = ClassParameters::check("class", &serde_json::from_value(class).unwrap()).unwrap();
+        let class = ClassParameters::check("class", Ok(serde_json::from_value(class).unwrap())).unwrap();
         let spec = json!({"requests": requests, "constraints": constraints});
         let spec: DeviceClaimParametersSpec = serde_json::from_value(spec).unwrap();
-        DeviceRequests::check(&class, "ns", "p", &spec).unwrap()
+        let claim = ClaimParameters::check("ns", "p", Ok(spec)).unwrap();
+        DeviceRequests::new(&class, claim)
     }
 
     /// The devices of each claim, or the error.

@@ -14,7 +14,7 @@ mod parameters {
     }
 
     fn class() -> ClassParameters {
-        ClassParameters::check("c", &class_spec("test")).unwrap()
+        ClassParameters::check("c", Ok(class_spec("test"))).unwrap()
     }
 
     fn device_requests(requests: &[(&str, u32)]) -> Result<DeviceRequests, ParametersError> {
@@ -30,13 +30,15 @@ mod parameters {
             requests,
             constraints: Vec::new(),
         };
-        DeviceRequests::check(&class(), "ns", "p", &spec)
+        let claim = ClaimParameters::check("ns", "p", Ok(spec))?;
+        Ok(DeviceRequests::new(&class(), claim))
     }
 
     #[test]
     fn a_claim_without_parameters_wants_one_device() {
-        assert_eq!(DeviceRequests::one(&class()).total(), 1);
-        assert_eq!(DeviceRequests::one(&class()).kind(), "test");
+        let device_requests = DeviceRequests::new(&class(), ClaimParameters::default());
+        assert_eq!(device_requests.total(), 1);
+        assert_eq!(device_requests.kind(), "test");
     }
 
     #[test]
@@ -84,15 +86,16 @@ mod parameters {
                 "{name:?}"
             );
             assert!(
-                ClassParameters::check("c", &class_spec(name)).is_err(),
+                ClassParameters::check("c", Ok(class_spec(name))).is_err(),
                 "{name:?}"
             );
         }
     }
 
     fn claim(spec: serde_json::Value) -> Result<DeviceRequests, String> {
-        let spec = serde_json::from_value(spec).map_err(|error| error.to_string())?;
-        DeviceRequests::check(&class(), "ns", "p", &spec).map_err(|error| error.to_string())
+        let spec = serde_json::from_value(spec).map_err(|error| error.to_string());
+        let claim = ClaimParameters::check("ns", "p", spec).map_err(|error| error.to_string())?;
+        Ok(DeviceRequests::new(&class(), claim))
     }
 
     fn refusal(spec: serde_json::Value) -> String {
@@ -105,9 +108,7 @@ mod parameters {
     fn objects_of_the_first_release_keep_their_meaning() {
         let device_requests = claim(json!({"requests": [{"name": "a"}, {"name": "b", "count": 2}]})).unwrap();
         assert_eq!(device_requests.total(), 3);
-        assert!(
-            device_requests.constraints().is_empty() && device_requests.policy() == PlacementPolicy::Packing
-        );
+        assert!(device_requests.constraints().is_empty() && !device_requests.spreads());
     }
 
     #[test]
@@ -133,10 +134,11 @@ mod parameters {
     fn a_request_has_the_selectors_of_its_class_and_its_own() {
         let mut spec = class_spec("test");
         spec.selectors = vec![DeviceSelector::cel("true")];
-        let class = ClassParameters::check("c", &spec).unwrap();
+        let class = ClassParameters::check("c", Ok(spec)).unwrap();
         let requests = json!({"requests": [{"name": "a", "selectors": [{"cel": {"expression": "false"}}]}]});
-        let device_requests =
-            DeviceRequests::check(&class, "ns", "p", &serde_json::from_value(requests).unwrap()).unwrap();
+        let spec = serde_json::from_value(requests).unwrap();
+        let claim = ClaimParameters::check("ns", "p", Ok(spec)).unwrap();
+        let device_requests = DeviceRequests::new(&class, claim);
         let labels: Vec<&str> = device_requests.requests()[0]
             .selectors()
             .iter()
@@ -155,7 +157,8 @@ mod parameters {
                 .to_string(),
             "DeviceClaimParameters ns/p: selector 1 of request a: x"
         );
-        assert_eq!(DeviceRequests::one(&class).requests()[0].selectors().len(), 1);
+        let without_parameters = DeviceRequests::new(&class, ClaimParameters::default());
+        assert_eq!(without_parameters.requests()[0].selectors().len(), 1);
     }
 
     #[test]
@@ -175,7 +178,7 @@ mod parameters {
         }
         let mut spec = class_spec("test");
         spec.selectors = vec![DeviceSelector::cel("")];
-        let error = ClassParameters::check("c", &spec).unwrap_err().to_string();
+        let error = ClassParameters::check("c", Ok(spec)).unwrap_err().to_string();
         assert!(error.starts_with("DeviceClassParameters c: selector 1 of the class has 0 bytes"));
     }
 

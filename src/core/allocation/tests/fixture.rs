@@ -8,7 +8,7 @@ use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::core::allocation::allocator::{AllocateError, DeviceAllocator};
 use crate::core::allocation::evaluate::RequestedClaim;
 use crate::core::allocation::inventory::NodeInfo;
-use crate::core::allocation::parameters::{ClassParameters, DeviceRequests};
+use crate::core::allocation::parameters::{ClaimParameters, ClassParameters, DeviceRequests};
 use crate::core::allocation::search::{CALL_WORK_MAX, WorkBudget};
 
 /// The driver name of the tests.
@@ -55,10 +55,10 @@ pub(crate) fn node(node: &str, uid: &str, devices: &[&str]) -> NodeInfo {
 pub(crate) fn class(kind: &str) -> ClassParameters {
     ClassParameters::check(
         "class",
-        &DeviceClassParametersSpec {
+        Ok(DeviceClassParametersSpec {
             kind: kind.into(),
             ..DeviceClassParametersSpec::default()
-        },
+        }),
     )
     .unwrap()
 }
@@ -74,7 +74,8 @@ pub(crate) fn device_requests(kind: &str, counts: &[u32]) -> DeviceRequests {
         requests: counts.iter().enumerate().map(request).collect(),
         constraints: Vec::new(),
     };
-    DeviceRequests::check(&class(kind), "ns", "p", &spec).unwrap()
+    let claim = ClaimParameters::check("ns", "p", Ok(spec)).unwrap();
+    DeviceRequests::new(&class(kind), claim)
 }
 
 /// Allocates within the work limit of a driver call. Returns one answer per claim; an error is that of the claim at fault.

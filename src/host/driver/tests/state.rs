@@ -3,16 +3,17 @@
 use std::time::Duration;
 
 use super::super::*;
-use crate::api::crd::{DeviceRequest, GROUP, REQUESTS_MAX, SELECTORS_MAX};
+use crate::api::crd::{
+    DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceRequest, GROUP, REQUESTS_MAX, SELECTORS_MAX,
+};
 use crate::api::resource::{ResourceClaimParametersReference, ResourceClassParametersReference};
 use crate::core::allocation::inventory::Match;
-use crate::core::allocation::parameters::CheckedRequest;
 use crate::core::allocation::tests::fixture;
 use crate::driver::DriverErrorKind;
 
 impl<K: Ord, V: PartialEq> ObjectCache<K, V> {
-    fn apply(&mut self, change: WatchUpdate<K, Result<V, String>>) -> usize {
-        self.apply_with(change, |_, _, _| ())
+    fn apply(&mut self, change: WatchUpdate<K, Result<V, ParametersError>>) -> usize {
+        self.apply_with(change, |_, _| ())
     }
 }
 
@@ -51,7 +52,10 @@ fn write(state: &mut HostState, name: &str, expressions: &[&str]) {
     let mut with = spec("test");
     let selector = |expression: &&str| crate::api::crd::DeviceSelector::cel(*expression);
     with.selectors = expressions.iter().map(selector).collect();
-    state.apply_classes(WatchUpdate::Set(name.into(), Ok(with)));
+    state.apply_classes(WatchUpdate::Set(
+        name.into(),
+        ClassParameters::check(name, Ok(with)),
+    ));
 }
 
 #[test]
@@ -74,14 +78,10 @@ fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
     };
     let use_all = |state: &mut HostState, namespace: &str, name: &str, from: usize| {
         let key = (namespace.to_owned(), name.to_owned());
-        state.apply_claims(WatchUpdate::Set(key, Ok(object(from))));
-        let device_requests =
-            DeviceRequests::check(&fixture::class("test"), namespace, name, &object(from)).unwrap();
-        let selectors = device_requests
-            .requests()
-            .iter()
-            .flat_map(CheckedRequest::selectors);
-        selectors
+        let parameters = ClaimParameters::check(namespace, name, Ok(object(from))).unwrap();
+        state.apply_claims(WatchUpdate::Set(key, Ok(parameters.clone())));
+        parameters
+            .selectors()
             .map(|selector| state.expressions.request(selector))
             .collect::<Result<Vec<()>, _>>()
     };
@@ -101,11 +101,8 @@ fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
     assert!(error.message.contains("the limit of 2048"), "{}", error.message);
     // Each deletion makes room, and a class is not rejected.
     write(&mut state, "class", &["true"]);
-    let class = ClassParameters::check(
-        "class",
-        state.classes.get(&"class".to_owned(), String::new).unwrap(),
-    );
-    assert!(state.expressions.request(&class.unwrap().selectors()[0]).is_ok());
+    let class = state.classes.get(&"class".to_owned(), String::new).unwrap();
+    assert!(state.expressions.request(&class.selectors()[0]).is_ok());
     state.apply_claims(WatchUpdate::Gone(("n1".into(), "p".into())));
     assert!(use_all(&mut state, "n8", "p", 9000).is_ok());
 }
@@ -135,40 +132,37 @@ fn missing_parameters_are_reported_once_the_watch_is_synced() {
 #[test]
 fn an_unreadable_object_does_not_end_the_watch() {
     let mut state = HostState::new(fixture::DRIVER);
-    state.classes.apply(WatchUpdate::All(vec![(
-        "p".into(),
-        Err("unknown field `knid`".into()),
-    )]));
-    let error = state.class_parameters(&class()).unwrap_err();
+    let mut see = |spec| {
+        let parameters = ClassParameters::check("p", spec);
+        state.classes.apply(WatchUpdate::Set("p".into(), parameters));
+        state.class_parameters(&class())
+    };
     assert_eq!(
-        error.message,
+        see(Err("unknown field `knid`".into())).unwrap_err().message,
         "DeviceClassParameters p cannot be read: unknown field `knid`; correct it"
     );
-    state
-        .classes
-        .apply(WatchUpdate::Set("p".into(), Ok(spec("Not A Label"))));
     assert_eq!(
-        state.class_parameters(&class()).unwrap_err().reason,
+        see(Ok(spec("Not A Label"))).unwrap_err().reason,
         "ParametersInvalid"
     );
-    state
-        .classes
-        .apply(WatchUpdate::Set("p".into(), Ok(spec("test"))));
-    assert_eq!(state.class_parameters(&class()).unwrap().kind(), "test");
+    assert_eq!(see(Ok(spec("test"))).unwrap().kind(), "test");
 }
 
 #[test]
 fn a_claim_uses_the_parameters_of_its_own_namespace() {
     let mut state = HostState::new(fixture::DRIVER);
-    let requests = |count| DeviceClaimParametersSpec {
-        requests: vec![DeviceRequest {
-            name: "r".into(),
-            count: Some(count),
-            ..DeviceRequest::default()
-        }],
-        constraints: Vec::new(),
+    let entry = |namespace: &str, count| {
+        let spec = DeviceClaimParametersSpec {
+            requests: vec![DeviceRequest {
+                name: "r".into(),
+                count: Some(count),
+                ..DeviceRequest::default()
+            }],
+            constraints: Vec::new(),
+        };
+        let key = (namespace.to_owned(), "p".to_owned());
+        (key, ClaimParameters::check(namespace, "p", Ok(spec)))
     };
-    let entry = |namespace: &str, count| ((namespace.to_owned(), "p".to_owned()), Ok(requests(count)));
     state
         .claims
         .apply(WatchUpdate::All(vec![entry("another", 1), entry("ns", 3)]));
