@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{self, PodResourceClaim, PodResourceClaimStatus};
+use k8s_openapi::api::core::v1::{self, NodeSelector, PodResourceClaim, PodResourceClaimStatus, Toleration};
 use k8s_openapi::api::resource::v1::DeviceTaint;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1 as extensions;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
@@ -25,17 +25,38 @@ impl PartialPod {
     pub fn node_name(&self) -> Option<&str> {
         self.spec.as_ref()?.node_name.as_deref()
     }
+
+    /// Whether all containers have ended for good.
+    pub fn has_ended(&self) -> bool {
+        let phase = self.status.as_ref().and_then(|status| status.phase.as_deref());
+        matches!(phase, Some("Succeeded" | "Failed"))
+    }
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PartialPodSpec {
     pub node_name: Option<String>,
+    pub node_selector: Option<BTreeMap<String, String>>,
+    pub affinity: Option<PartialAffinity>,
+    pub tolerations: Option<Vec<Toleration>>,
     pub service_account_name: Option<String>,
     pub resource_claims: Option<Vec<PodResourceClaim>>,
     pub init_containers: Option<Vec<PartialContainer>>,
     #[serde(default)]
     pub containers: Vec<PartialContainer>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PartialAffinity {
+    pub node_affinity: Option<PartialNodeAffinity>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PartialNodeAffinity {
+    pub required_during_scheduling_ignored_during_execution: Option<NodeSelector>,
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]

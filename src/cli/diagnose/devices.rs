@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::qualified_name;
+use super::{inventories_of, qualified_name};
 use crate::api::crd::{Mode, NodeInventory};
 use crate::api::resource::ResourceClaim;
 use crate::core::allocation::index::{self, AllocationState};
@@ -218,10 +218,7 @@ pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceCl
             }
         }
     }
-    for inventory in inventories
-        .iter()
-        .filter(|object| object.spec.driver_name == driver)
-    {
+    for inventory in inventories_of(driver, inventories) {
         let spec = &inventory.spec;
         let unready = unready(inventory);
         for device in &spec.devices {

@@ -1,4 +1,4 @@
-//! Checks an installation; each finding comes with its fix.
+//! Evaluates the cluster objects that `drayman doctor` has read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::api::resource::ResourceClass;
 use crate::cli::objects::CustomResourceDefinition;
 use crate::core::allocation::parameters::class_reference;
-use crate::core::prepare::claims_api::FIRST_STRUCTURED_MINOR;
+use crate::core::prepare::claims_api::{FIRST_STRUCTURED_MINOR, minor_of};
 
 /// Minor versions of Kubernetes 1 that serve classic DRA as drayman uses it (`resource.k8s.io/v1alpha2`).
 pub const MINORS: std::ops::RangeInclusive<u32> = 27..=30;
@@ -114,13 +114,18 @@ pub(super) fn some(names: impl IntoIterator<Item = impl AsRef<str>>) -> String {
 }
 
 /// Lists the first names and counts the others.
-pub(super) fn first(names: impl IntoIterator<Item = impl AsRef<str>>, max: usize) -> String {
+pub fn first(names: impl IntoIterator<Item = impl AsRef<str>>, max: usize) -> String {
     let mut names: Vec<String> = names.into_iter().map(|name| name.as_ref().to_owned()).collect();
     names.dedup();
     match names.get(..max) {
         Some(shown) if names.len() > max => format!("{} and {} more", shown.join(", "), names.len() - max),
         _ => names.join(", "),
     }
+}
+
+/// The minor version of an API server of Kubernetes 1. Managed clusters append a plus sign.
+pub fn api_server_minor(major: &str, minor: &str) -> Option<u32> {
+    minor_of(&format!("v{major}.{minor}"))
 }
 
 /// Checks the API server's version and, if claims are needed, whether it serves classic DRA. The error of
@@ -131,10 +136,9 @@ pub fn server(
     serves_resource: Result<bool, &str>,
     needs_claims: bool,
 ) -> Vec<DoctorFinding> {
-    let number: String = minor.chars().take_while(char::is_ascii_digit).collect();
-    let number: u32 = number.parse().unwrap_or_default();
+    let number = api_server_minor(major, minor).unwrap_or_default();
     let version = format!("Kubernetes {major}.{minor}");
-    let classic = major == "1" && MINORS.contains(&number);
+    let classic = MINORS.contains(&number);
     let newest = MINORS.end();
     let check = "version";
     let can_claim = classic && serves_resource != Ok(false);
@@ -353,6 +357,7 @@ mod tests {
         assert_eq!(worst(&server("1", "27+", Ok(true), true)), Level::Fine);
         assert_eq!(worst(&server("1", "30", Ok(false), true)), Level::Problem);
         assert_eq!(worst(&server("1", "32", Ok(true), true)), Level::Problem);
+        assert_eq!(worst(&server("2", "30", Ok(true), true)), Level::Problem);
         for (minor, serves) in [("32", false), ("30", false), ("32", true)] {
             assert_eq!(worst(&server("1", minor, Ok(serves), false)), Level::Fine);
         }

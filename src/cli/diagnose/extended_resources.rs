@@ -148,25 +148,9 @@ fn current_step(
     let phase = status
         .and_then(|status| status.phase.as_deref())
         .unwrap_or_default();
-    let has_ended = matches!(phase, "Succeeded" | "Failed");
-    let node = match (pod.node_name(), nodes) {
-        (Some(node), _) => node,
-        (None, _) if has_ended => "no node",
-        (None, Some(nodes)) => return waiting(resource, amount, nodes, pods),
-        (None, None) => {
-            let because = "no node is selected, and the nodes that offer it are unknown".to_owned();
-            let advice = "see the scheduler's events: kubectl describe pod".to_owned();
-            return (
-                ExtendedResourceStep::WaitsForScheduler,
-                because,
-                advice,
-                Vec::new(),
-            );
-        }
-    };
     let reason = status.and_then(|status| status.reason.as_deref());
-    let (step, because, advice) = match (phase, reason) {
-        ("Failed", Some(NOT_ADMITTED)) => {
+    let (step, because, advice) = match (pod.node_name(), phase, reason) {
+        (Some(node), "Failed", Some(NOT_ADMITTED)) => {
             let message = status
                 .and_then(|status| status.message.as_deref())
                 .unwrap_or(NOT_ADMITTED);
@@ -176,21 +160,29 @@ fn current_step(
                 "delete the pod: kubelet does not retry it, and its owner creates another one",
             )
         }
-        _ if has_ended => (
+        _ if pod.has_ended() => (
             ExtendedResourceStep::Ended,
             format!("the pod has {}", phase.to_lowercase()),
             "",
         ),
-        ("Running", _) => (
+        (Some(node), "Running", _) => (
             ExtendedResourceStep::InUse,
             format!("the pod runs with it on {node}"),
             "",
         ),
-        _ => (
+        (Some(node), ..) => (
             ExtendedResourceStep::Starting,
             format!("kubelet on {node} has to allocate it and start the pod"),
             "if this persists, see the pod's events and the log of the companion there",
         ),
+        (None, ..) => match nodes {
+            Some(nodes) => return waiting(resource, amount, nodes, pods),
+            None => (
+                ExtendedResourceStep::WaitsForScheduler,
+                "no node is selected, and the nodes that offer it are unknown".to_owned(),
+                "see the scheduler's events: kubectl describe pod",
+            ),
+        },
     };
     (step, because, advice.to_owned(), Vec::new())
 }
@@ -262,9 +254,8 @@ fn offers<'a>(node: &'a Node, resource: &str) -> Option<(&'a str, u64)> {
 fn used<'a>(pods: &'a [PartialPod], resource: &str) -> BTreeMap<&'a str, u64> {
     let mut used: BTreeMap<&str, u64> = BTreeMap::new();
     for pod in pods {
-        let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
         if let Some(node) = pod.node_name()
-            && !matches!(phase, Some("Succeeded" | "Failed"))
+            && !pod.has_ended()
             && let Some(amount) = requested(pod).remove(resource)
         {
             let sum = used.entry(node).or_default();
@@ -430,7 +421,8 @@ mod tests {
             assert_eq!(one(&asking("1", Some("a"), phase), &[], None).step, step);
         }
         // The scheduler did not bind it before it ended.
-        let unbound = asking("1", None, "Failed");
+        let mut unbound = asking("1", None, "Failed");
+        unbound.status.as_mut().unwrap().reason = Some(NOT_ADMITTED.to_owned());
         let explanation = one(&unbound, &[node("a", "1")], Some(&[]));
         assert_eq!(explanation.step, ExtendedResourceStep::Ended);
         let mut refused = asking("1", Some("a"), "Failed");

@@ -7,7 +7,7 @@ use jiff::{SignedDuration, Timestamp};
 
 use super::doctor::{DoctorFinding, some};
 use super::explain::find;
-use super::qualified_name;
+use super::{inventories_of, qualified_name};
 use crate::api::crd::{Mode, NodeInventory};
 use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim};
 use crate::core::claims::Resolved;
@@ -52,9 +52,7 @@ impl GateState {
 /// Returns whether the driver's devices need claims. They do not if all of them are extended resources only. Without
 /// any listed device, claims are assumed to be needed.
 pub fn needs_claims(driver: &str, inventories: &[NodeInventory]) -> bool {
-    let ours = inventories
-        .iter()
-        .filter(|object| object.spec.driver_name == driver);
+    let ours = inventories_of(driver, inventories);
     let mut devices = ours.flat_map(|object| &object.spec.devices).peekable();
     devices.peek().is_none() || devices.any(|device| device.mode != Mode::ExtendedResource)
 }

@@ -24,6 +24,8 @@ pub mod structured;
 
 use kube::ResourceExt as _;
 
+use crate::api::crd::NodeInventory;
+
 /// Returns `namespace/name` of an object, or its name alone if it is cluster-scoped.
 pub fn qualified_name<K: kube::Resource>(object: &K) -> String {
     let name = object.name_any();
@@ -31,4 +33,14 @@ pub fn qualified_name<K: kube::Resource>(object: &K) -> String {
         Some(namespace) => format!("{namespace}/{name}"),
         None => name,
     }
+}
+
+/// Returns the inventories of a driver.
+pub fn inventories_of<'a>(
+    driver: &str,
+    inventories: &'a [NodeInventory],
+) -> impl Iterator<Item = &'a NodeInventory> {
+    inventories
+        .iter()
+        .filter(move |inventory| inventory.spec.driver_name == driver)
 }

@@ -6,6 +6,7 @@ use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
 use super::doctor::{DoctorFinding, first, some};
+use super::inventories_of;
 use crate::api::crd::{Mode, NodeInventory};
 use crate::core::allocation::inventory::unready;
 
@@ -20,21 +21,24 @@ pub(super) fn name_of(node: &Node) -> &str {
     node.metadata.name.as_deref().unwrap_or_default()
 }
 
-/// Checks the inventories of `driver` against the cluster's nodes.
-pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[Node]) -> Vec<DoctorFinding> {
+/// Checks the inventories of `driver` and, if they are known, compares them with the cluster's nodes.
+pub fn inventories(
+    driver: &str,
+    inventories: &[NodeInventory],
+    nodes: Option<&[Node]>,
+) -> Vec<DoctorFinding> {
     let check = "nodes";
     let mut findings = Vec::new();
-    let by_name: BTreeMap<&str, &Node> = nodes.iter().map(|node| (name_of(node), node)).collect();
+    let by_name: Option<BTreeMap<&str, &Node>> =
+        nodes.map(|nodes| nodes.iter().map(|node| (name_of(node), node)).collect());
     let mut ready = 0;
+    let mut with_devices = 0;
     let mut devices = 0;
-    for inventory in inventories
-        .iter()
-        .filter(|object| object.spec.driver_name == driver)
-    {
+    for inventory in inventories_of(driver, inventories) {
         let spec = &inventory.spec;
         let name = spec.node_name.as_str();
-        match by_name.get(name) {
-            None => {
+        match by_name.as_ref().map(|nodes| nodes.get(name)) {
+            Some(None) => {
                 findings.push(DoctorFinding::warning(
                     check,
                     format!("there is an inventory of node {name}, and no such node"),
@@ -45,14 +49,14 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[Node]) 
                 ));
                 continue;
             }
-            Some(node) if node.metadata.uid.as_ref() != Some(&spec.node_uid) => {
+            Some(Some(node)) if node.metadata.uid.as_ref() != Some(&spec.node_uid) => {
                 findings.push(DoctorFinding::problem(
                     check,
                     format!("the inventory of node {name} belongs to an earlier node of that name"),
                     "restart the companion there: it has not noticed that the Node was recreated",
                 ));
             }
-            Some(_) => {}
+            Some(Some(_)) | None => {}
         }
         if let Some(cause) = unready(inventory) {
             findings.push(DoctorFinding::problem(
@@ -63,6 +67,7 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[Node]) 
             continue;
         }
         ready += 1;
+        with_devices += usize::from(!spec.devices.is_empty());
         devices += spec.devices.len();
         for device in spec.devices.iter().filter(|device| device.unhealthy.is_some()) {
             findings.push(DoctorFinding::warning(
@@ -86,14 +91,16 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[Node]) 
     findings.push(if ready == 0 {
         without_nodes(driver)
     } else {
-        let message = format!("{ready} of {} nodes offer {devices} devices", nodes.len());
-        DoctorFinding::fine(check, message)
+        let all = nodes.map(|nodes| format!(" of {}", nodes.len()));
+        let all = all.unwrap_or_default();
+        DoctorFinding::fine(
+            check,
+            format!("{with_devices}{all} nodes offer {devices} devices"),
+        )
     });
-    let ours = inventories
-        .iter()
-        .filter(|object| object.spec.driver_name == driver);
+    let ours = inventories_of(driver, inventories);
     let with = ours.map(|object| object.spec.node_name.as_str()).collect();
-    findings.extend(without_companion(&with, nodes));
+    findings.extend(without_companion(&with, nodes.unwrap_or_default()));
     findings
 }
 
@@ -177,9 +184,7 @@ pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[
     let mut findings = Vec::new();
     for node in nodes {
         let name = name_of(node);
-        let inventory = inventories
-            .iter()
-            .find(|object| object.spec.driver_name == driver && object.spec.node_name == name);
+        let inventory = inventories_of(driver, inventories).find(|object| object.spec.node_name == name);
         // The inventory does not record resource names, which the configuration sets freely.
         let mut devices = inventory.iter().flat_map(|object| &object.spec.devices);
         let announces = devices.any(|device| device.mode != Mode::Claims);
@@ -216,7 +221,7 @@ mod tests {
     fn an_inventory_must_be_ready_and_of_the_present_node() {
         let good = inventory("node-a", "1", &["a"]);
         let level = |object: &NodeInventory, nodes: &[Node]| {
-            worst(&inventories(DRIVER, std::slice::from_ref(object), nodes))
+            worst(&inventories(DRIVER, std::slice::from_ref(object), Some(nodes)))
         };
         assert_eq!(level(&good, &[node("node-a", "1")]), Level::Fine);
         assert_eq!(level(&good, &[node("node-a", "2")]), Level::Problem);
@@ -224,6 +229,19 @@ mod tests {
         let mut silent = good.clone();
         silent.status = None;
         assert_eq!(level(&silent, &[node("node-a", "1")]), Level::Problem);
+    }
+
+    #[test]
+    fn only_nodes_with_devices_offer_devices() {
+        let objects = [inventory("node-a", "1", &["a"]), inventory("node-b", "2", &[])];
+        let nodes = [node("node-a", "1"), node("node-b", "2")];
+        let offers = |nodes: Option<&[Node]>| {
+            let findings = inventories(DRIVER, &objects, nodes).into_iter();
+            let mut fine = findings.filter(|finding| finding.level == Level::Fine);
+            fine.next().unwrap().message
+        };
+        assert_eq!(offers(Some(&nodes)), "1 of 2 nodes offer 1 devices");
+        assert_eq!(offers(None), "1 nodes offer 1 devices");
     }
 
     #[test]
@@ -252,7 +270,7 @@ mod tests {
                 .collect()
         };
         let note = |nodes: &[Node]| {
-            let mut findings = inventories(DRIVER, &objects, nodes).into_iter();
+            let mut findings = inventories(DRIVER, &objects, Some(nodes)).into_iter();
             findings
                 .find(|finding| finding.level == Level::Note)
                 .map(|finding| finding.message)
@@ -268,11 +286,14 @@ mod tests {
             nine.contains("8 of 9") && nine.contains("node-5 and 3 more;"),
             "{nine}"
         );
-        assert_eq!(worst(&inventories(DRIVER, &objects, &nodes(3))), Level::Note);
+        assert_eq!(
+            worst(&inventories(DRIVER, &objects, Some(&nodes(3)))),
+            Level::Note
+        );
         // A cluster without companions gets another finding, and the inventory of a deleted node does not count.
         assert_eq!(note(&nodes(3)[1..]), None);
         assert!(
-            inventories(DRIVER, &[], &nodes(2))
+            inventories(DRIVER, &[], Some(&nodes(2)))
                 .iter()
                 .all(|finding| finding.level != Level::Note)
         );

@@ -22,8 +22,11 @@ use super::{feature_gates, node_check, read, rights};
 use crate::api::crd::{self, DeviceClassParameters, Mode, NodeInventory};
 use crate::api::resource::{ResourceClaim, ResourceClass, VERSION};
 use crate::cli::diagnose::devices::devices;
-use crate::cli::diagnose::doctor::{DoctorFinding, Level, classes, definitions, joined, lease, server};
+use crate::cli::diagnose::doctor::{
+    DoctorFinding, Level, api_server_minor, classes, definitions, joined, lease, server,
+};
 use crate::cli::diagnose::gates;
+use crate::cli::diagnose::inventories_of;
 use crate::cli::diagnose::nodes::{extended_resources, inventories};
 use crate::cli::diagnose::overlap;
 use crate::cli::diagnose::rights::Component;
@@ -124,11 +127,12 @@ async fn check(client: &Client, arguments: &Arguments) -> Result<Vec<DoctorFindi
         (Component::Controller, arguments.controller_user.as_deref()),
         (Component::Node, arguments.node_user.as_deref()),
     ];
+    let number = api_server_minor(&version.major, &version.minor);
     match read::api(client).await {
         Ok(ServedApi::Structured) => {
             return Ok(structured::check(client, driver, users, (&version.major, &version.minor)).await);
         }
-        Err(error) if read::minor(&version.minor).is_some_and(|minor| minor >= FIRST_STRUCTURED_MINOR) => {
+        Err(error) if number.is_some_and(|minor| minor >= FIRST_STRUCTURED_MINOR) => {
             return Err(error);
         }
         // An error of discovery is a finding of classic mode.
@@ -178,11 +182,7 @@ async fn check_classic(
     }
     let of_lease = ListParams::default().fields(&format!("metadata.name={driver}"));
     let leases = read::list(&Api::<Lease>::all(client.clone()), of_lease).await;
-    let of_driver = inventories
-        .iter()
-        .flatten()
-        .filter(|inventory| inventory.spec.driver_name == driver);
-    let mode_both = of_driver
+    let mode_both = inventories_of(driver, inventories.as_deref().unwrap_or_default())
         .flat_map(|inventory| &inventory.spec.devices)
         .any(|device| device.mode == Mode::Both);
     let others = check_other_installations(
@@ -196,7 +196,7 @@ async fn check_classic(
     checks.push(rights::check_pods(client, driver, users, ServedApi::Classic, mode_both).await);
     checks.push(others);
     if let Some(inventories) = &inventories {
-        checks.push(check_devices(client, driver, inventories, serves && needs_claims).await);
+        checks.extend(check_devices(client, driver, inventories, serves && needs_claims).await);
     }
     joined(checks)
 }
@@ -232,31 +232,38 @@ async fn check_other_installations(
     Ok(findings)
 }
 
+/// Checks classes, inventories and nodes, each as far as it can be read.
 async fn check_devices(
     client: &Client,
     driver: &str,
     objects: &[NodeInventory],
     with_classes: bool,
-) -> Result<Vec<DoctorFinding>, Error> {
-    let nodes: Vec<Node> = read::all(client).await?;
-    let mut findings = Vec::new();
+) -> Vec<Result<Vec<DoctorFinding>, Error>> {
+    let mut checks = Vec::new();
     if with_classes {
-        let parameters = read::all::<DeviceClassParameters>(client).await?;
-        let parameters = parameters
-            .into_iter()
-            .map(|object| (object.name_any(), object.spec.kind))
-            .collect();
-        let kinds: BTreeSet<String> = objects
-            .iter()
-            .filter(|object| object.spec.driver_name == driver)
-            .flat_map(|object| object.spec.devices.iter().map(|device| device.kind.clone()))
-            .collect();
-        let all: Vec<ResourceClass> = read::all(client).await?;
-        findings.extend(classes(driver, &all, &parameters, &kinds));
+        checks.push(check_classes(client, driver, objects).await);
     }
-    findings.extend(inventories(driver, objects, &nodes));
-    findings.extend(extended_resources(driver, objects, &nodes));
-    Ok(findings)
+    let nodes = read::all::<Node>(client).await;
+    checks.push(Ok(inventories(driver, objects, nodes.as_deref().ok())));
+    checks.push(nodes.map(|nodes| extended_resources(driver, objects, &nodes)));
+    checks
+}
+
+async fn check_classes(
+    client: &Client,
+    driver: &str,
+    objects: &[NodeInventory],
+) -> Result<Vec<DoctorFinding>, Error> {
+    let parameters = read::all::<DeviceClassParameters>(client).await?;
+    let parameters = parameters
+        .into_iter()
+        .map(|object| (object.name_any(), object.spec.kind))
+        .collect();
+    let kinds: BTreeSet<String> = inventories_of(driver, objects)
+        .flat_map(|object| object.spec.devices.iter().map(|device| device.kind.clone()))
+        .collect();
+    let all: Vec<ResourceClass> = read::all(client).await?;
+    Ok(classes(driver, &all, &parameters, &kinds))
 }
 
 fn check_lease(found: &[Lease], needs_claims: bool) -> DoctorFinding {
@@ -327,12 +334,40 @@ impl Printable for FindingList {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::diagnose::structured::tests::node;
     use crate::cli::tool::tests::{Server, parsed};
+    use crate::core::allocation::tests::fixture::{DRIVER, inventory};
 
     #[tokio::test]
     async fn an_unknown_api_is_not_taken_for_classic_mode() {
         let server = Server::structured().without_right("/apis/resource.k8s.io/v1");
         let error = check(&server.client(), &parsed(&[])).await.unwrap_err();
         assert!(error.to_string().starts_with("it is not known"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_missing_right_hides_no_inventory() {
+        const NODES: &str = "/api/v1/nodes";
+        const PARAMETERS: &str = "/apis/drayman.dev/v1alpha1/deviceclassparameters";
+        let mut silent = inventory("node-a", "uid-node-a", &["a"]);
+        silent.status = None;
+        let server = Server::default()
+            .with(NODES, &[node("node-a")])
+            .with(PARAMETERS, &[])
+            .with("/apis/resource.k8s.io/v1alpha2/resourceclasses", &[]);
+        for path in [NODES, PARAMETERS] {
+            let client = server.clone().without_right(path).client();
+            let checks = check_devices(&client, DRIVER, std::slice::from_ref(&silent), true).await;
+            let findings = joined(checks);
+            let has = |level: Level, text: &str| {
+                let mut found = findings.iter();
+                found.any(|finding| finding.level == level && finding.message.contains(text))
+            };
+            assert!(
+                has(Level::Problem, "node-a does not serve"),
+                "{path}: {findings:?}"
+            );
+            assert!(has(Level::Warning, "cannot list"), "{path}: {findings:?}");
+        }
     }
 }

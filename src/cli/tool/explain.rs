@@ -23,6 +23,7 @@ use super::{candidates, read};
 use crate::api::crd::{DeviceClassParameters, NodeInventory};
 use crate::api::resource::{Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim, ResourceClass};
 use crate::cli::diagnose::explain::{ExplainInput, claim_of, explain, find};
+use crate::cli::diagnose::inventories_of;
 use crate::cli::error::Error;
 use crate::cli::objects::PartialPod;
 use crate::cli::output::OutputFlags;
@@ -175,7 +176,10 @@ impl Reading<'_> {
             }
             None => None,
         };
-        let mut evaluations = self.ask_driver(classic_pod, found, &classes).await?;
+        let mut evaluations: Vec<Evaluation> = match pod {
+            Some(pod) if pod.has_ended() => found.iter().map(|_| Evaluation::default()).collect(),
+            _ => self.ask_driver(classic_pod, found, &classes).await?,
+        };
         if let Some(context) = &context {
             // Without inventories, the driver has not evaluated any node.
             for evaluation in evaluations
@@ -297,10 +301,8 @@ impl Reading<'_> {
             Err(error) if read::is_forbidden(&error) => {
                 eprintln!("note: you may not list nodes; only those with devices of the driver are shown");
                 let inventories: Vec<NodeInventory> = read::all(self.client).await?;
-                Ok(inventories
-                    .into_iter()
-                    .filter(|inventory| inventory.spec.driver_name == self.driver)
-                    .map(|inventory| inventory.spec.node_name)
+                Ok(inventories_of(self.driver, &inventories)
+                    .map(|inventory| inventory.spec.node_name.clone())
                     .collect())
             }
             Err(error) => Err(error),
@@ -401,6 +403,37 @@ mod tests {
             .unwrap();
         let answer = serde_json::to_value(answer.unwrap()).unwrap();
         assert_eq!(answer["pod"]["name"], "shop/one", "{answer}");
+    }
+
+    #[tokio::test]
+    async fn nothing_is_evaluated_for_a_pod_that_has_ended() {
+        let limits = json!({ "limits": { "example.com/camera": "1" } });
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "one", "namespace": "shop", "uid": "p" },
+            "spec": {
+                "containers": [{ "name": "main", "resources": limits }],
+                "resourceClaims": [{ "name": "a", "source": { "resourceClaimName": "waits" } }],
+            },
+            "status": { "phase": "Failed" },
+        });
+        let claim = json!({
+            "metadata": { "name": "waits", "namespace": "shop", "uid": "c" },
+            "spec": { "resourceClassName": "cameras" }, "status": {},
+        });
+        let class = json!({ "metadata": { "name": "cameras" }, "driverName": "drayman.dev" });
+        // Nodes, pods of all namespaces and inventories cannot be read.
+        let server = Server::default()
+            .with_object("/api/v1/namespaces/shop/pods/one", pod)
+            .with("/apis/resource.k8s.io/v1alpha2/resourceclaims", &[claim])
+            .with("/apis/resource.k8s.io/v1alpha2/resourceclasses", &[class])
+            .with("/api/v1/namespaces/shop/events", &[]);
+        let subject = ObjectArgument::Pod("one".into());
+        let answer = explain_object(&server.client(), "shop", "drayman.dev", &subject)
+            .await
+            .unwrap();
+        let answer = serde_json::to_value(answer.unwrap()).unwrap();
+        assert_eq!(answer["claims"][0]["step"], "NotNeeded", "{answer}");
+        assert_eq!(answer["limits"][0]["step"], "Ended", "{answer}");
     }
 
     #[tokio::test]

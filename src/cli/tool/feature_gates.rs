@@ -11,9 +11,10 @@ use tokio::time::{Instant, timeout_at};
 
 use super::read;
 use crate::api::crd::NodeInventory;
-use crate::cli::diagnose::doctor::DoctorFinding;
+use crate::cli::diagnose::doctor::{DoctorFinding, api_server_minor};
 use crate::cli::diagnose::gates::{GATE, GateState, api_server, by_symptoms, kubelets};
-use crate::cli::diagnose::structured::doctor::{GATES, Gate, gate, is_off};
+use crate::cli::diagnose::inventories_of;
+use crate::cli::diagnose::structured::doctor::{GATES, Gate, gate, why_unused};
 use crate::cli::error::Error;
 use crate::core::names::is_dns_subdomain;
 
@@ -35,10 +36,7 @@ pub(super) async fn check_classic(
     let deadline = Instant::now() + LIMIT;
     let of_server = state_of(&read_metrics(client, API_SERVER, deadline).await, GATE);
     let mut findings = vec![api_server(&of_server)];
-    let nodes: BTreeSet<&str> = inventories
-        .unwrap_or_default()
-        .iter()
-        .filter(|object| object.spec.driver_name == driver)
+    let nodes: BTreeSet<&str> = inventories_of(driver, inventories.unwrap_or_default())
         .map(|object| object.spec.node_name.as_str())
         // The name becomes part of a path, and companions write it.
         .filter(|name| is_dns_subdomain(name, NODE_NAME_MAX))
@@ -67,13 +65,13 @@ pub(super) async fn check_structured(client: &Client, minor: Option<u32>) -> Vec
         .collect()
 }
 
-/// Returns the gates of structured mode that are off.
-pub(super) async fn gates_off(client: &Client) -> Result<Vec<Gate>, Error> {
+/// Returns why companions do without gates of structured mode.
+pub(super) async fn unused_gates(client: &Client) -> Result<Vec<String>, Error> {
     let version = client.apiserver_version().await.map_err(anyhow::Error::from)?;
-    let minor = read::minor(&version.minor);
+    let minor = api_server_minor(&version.major, &version.minor);
     let metrics = read_metrics(client, API_SERVER, Instant::now() + LIMIT).await;
-    let is_unused = |gate: &Gate| is_off(&state_of(&metrics, gate.name), minor);
-    Ok(GATES.into_iter().filter(is_unused).collect())
+    let why = |gate: Gate| why_unused(gate, &state_of(&metrics, gate.name), minor);
+    Ok(GATES.into_iter().filter_map(why).collect())
 }
 
 fn state_of(metrics: &Result<String, String>, gate: &str) -> GateState {

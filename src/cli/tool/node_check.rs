@@ -1,4 +1,4 @@
-//! Checks of `drayman doctor --this-node` on the machine itself.
+//! Checks this machine for `drayman doctor --this-node`: kubelet, the paths of sockets, and whether the container runtime reads CDI files.
 
 use std::collections::BTreeMap;
 use std::error::Error as _;

@@ -27,7 +27,7 @@ where
     list(&kube::Api::<K>::all(client.clone()), ListParams::default()).await
 }
 
-/// Lists all objects that match `parameters`.
+/// Lists all objects that match `parameters`, in pages. If a page expires, lists all at once, as client-go does.
 pub(super) async fn list<K>(api: &kube::Api<K>, parameters: ListParams) -> Result<Vec<K>, Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
@@ -36,11 +36,17 @@ where
     let mut parameters = parameters.limit(PAGE);
     let mut objects = Vec::new();
     loop {
-        let page = api
-            .list(&parameters)
-            .await
-            .map_err(explained)
-            .with_context(|| format!("cannot list {kind}"))?;
+        let page = match api.list(&parameters).await {
+            // At most once, since the new list has no limit.
+            Err(kube::Error::Api(status)) if status.code == 410 && parameters.limit.is_some() => {
+                objects.clear();
+                (parameters.limit, parameters.continue_token) = (None, None);
+                continue;
+            }
+            page => page
+                .map_err(explained)
+                .with_context(|| format!("cannot list {kind}"))?,
+        };
         objects.extend(page.items);
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => parameters = parameters.continue_token(&token),
@@ -270,17 +276,34 @@ pub(super) fn is_forbidden(error: &Error) -> bool {
     })
 }
 
-/// The minor version of a server; some append a plus sign.
-pub(super) fn minor(text: &str) -> Option<u32> {
-    text.trim_end_matches(|character: char| !character.is_ascii_digit())
-        .parse()
-        .ok()
-}
-
 #[cfg(test)]
 mod tests {
+    use k8s_openapi::api::core::v1::Node;
+    use serde_json::json;
+
     use super::*;
     use crate::cli::tool::tests::Server;
+
+    #[tokio::test]
+    async fn a_list_with_an_expired_page_starts_again_once() {
+        const NODES: &str = "/api/v1/nodes";
+        let node = |name: &str| json!({ "metadata": { "name": name } });
+        let first = json!({
+            "kind": "List", "apiVersion": "v1", "metadata": { "continue": "next" }, "items": [node("a")],
+        });
+        let server = Server::default()
+            .with_object(&format!("{NODES}?&limit={PAGE}"), first)
+            .failing(&format!("{NODES}?&limit={PAGE}&continue=next"), 410);
+        let whole = server.clone().with(NODES, &[node("a"), node("b")]);
+        let found: Vec<Node> = all(&whole.client()).await.unwrap();
+        let names: Vec<_> = found
+            .iter()
+            .filter_map(|node| node.metadata.name.as_deref())
+            .collect();
+        assert_eq!(names, ["a", "b"]);
+        let expires_again = server.failing(NODES, 410);
+        assert!(all::<Node>(&expires_again.client()).await.is_err());
+    }
 
     #[tokio::test]
     async fn only_404_means_that_an_api_is_not_served() {

@@ -20,7 +20,7 @@ pub(super) fn parsed<A: clap::Args>(flags: &[&str]) -> A {
     A::from_arg_matches(&command.try_get_matches_from(words).unwrap()).unwrap()
 }
 
-/// The objects of a server, by path of their list.
+/// The objects of a server, by path of their list, with or without its query.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Server {
     answers: BTreeMap<String, (u16, Value)>,
@@ -83,11 +83,11 @@ impl Server {
     pub(super) fn client(self) -> Client {
         let answers = Arc::new(self.answers);
         let serve = move |request: Request<Body>| {
-            let path = request.uri().path();
+            let (uri, path) = (request.uri().to_string(), request.uri().path());
             // A path of an API that is not served has no Status as its answer.
             let is_served =
                 !path.starts_with(CLAIMS) || answers.keys().any(|known| known.starts_with(CLAIMS));
-            let (code, body) = match answers.get(path) {
+            let (code, body) = match answers.get(&uri).or_else(|| answers.get(path)) {
                 Some((code, body)) => (*code, body.to_string()),
                 None if is_served => (404, status(404, "NotFound").to_string()),
                 None => (404, "404 page not found\n".to_owned()),

@@ -243,8 +243,13 @@ async fn the_commands_name_the_gates_that_are_off() -> anyhow::Result<()> {
     let claim = &explained["claims"][0];
     let because = claim["because"].as_str().unwrap_or_default();
     println!("{because}");
+    let cause = if is_early {
+        format!("DRAConsumableCapacity is used from Kubernetes 1.{ON_SINCE} on")
+    } else {
+        "the gate DRAConsumableCapacity is off".to_owned()
+    };
     assert!(
-        because.contains("the gate DRAConsumableCapacity is off: companions leave out devices with shares"),
+        because.contains(&format!("{cause}: companions leave out devices with shares")),
         "{because}"
     );
     assert_eq!(

@@ -28,9 +28,16 @@ pub struct Gate {
     pub without: &'static str,
 }
 
-/// Whether companions do without a gate: the API server says that it is off, or its version is too early.
-pub fn is_off(answer: &GateState, minor: Option<u32>) -> bool {
-    *answer == GateState::Off || is_early(minor)
+/// Why companions do without a gate: the version is too early, or the API server says that the gate is off. `None` if they use it.
+pub fn why_unused(gate: Gate, answer: &GateState, minor: Option<u32>) -> Option<String> {
+    if is_early(minor) {
+        return Some(too_early(gate));
+    }
+    (*answer == GateState::Off).then(|| format!("the gate {} is off: {}", gate.name, gate.without))
+}
+
+fn too_early(Gate { name, without }: Gate) -> String {
+    format!("{name} is used from Kubernetes 1.{ON_SINCE} on: {without}")
 }
 
 fn is_early(minor: Option<u32>) -> bool {
@@ -93,8 +100,7 @@ pub const GATES: [Gate; 2] = [
 pub fn gate(gate: Gate, answer: &GateState, minor: Option<u32>) -> DoctorFinding {
     let (check, Gate { name, without }) = ("gates", gate);
     if is_early(minor) {
-        let message = format!("{name} is used from Kubernetes 1.{ON_SINCE} on: {without}");
-        return DoctorFinding::note(check, message);
+        return DoctorFinding::note(check, too_early(gate));
     }
     match answer {
         GateState::On => DoctorFinding::fine(check, format!("kube-apiserver has {name} on")),
@@ -432,11 +438,11 @@ fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<DoctorF
     if offered.is_empty() {
         findings.push(without_nodes(driver));
     } else {
-        let (with, all) = (
-            offered.keys().filter(|node| names.contains(*node)).count(),
-            nodes.len(),
-        );
-        let number: usize = offered.values().sum();
+        let offering = offered
+            .iter()
+            .filter(|(node, number)| names.contains(*node) && **number > 0);
+        let (with, all) = (offering.clone().count(), nodes.len());
+        let number: usize = offering.map(|(_, number)| number).sum();
         findings.push(DoctorFinding::fine(
             check,
             format!("{with} of {all} nodes offer {number} devices"),

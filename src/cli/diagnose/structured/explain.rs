@@ -7,7 +7,8 @@ use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
 use kube::ResourceExt as _;
 
 use super::devices::pods;
-use super::doctor::{Gate, ON_SINCE};
+use super::doctor::ON_SINCE;
+use super::filters::rejection;
 use crate::cli::diagnose::explain::{
     ClaimExplanation, ClaimStep, DeviceExplanation, NodeExplanation, claim_missing, claim_not_owned,
     claim_of, deleting, ended, not_needed, reserved,
@@ -64,10 +65,12 @@ pub(crate) fn find<'a>(
 /// The state of each node for the unallocated claims of a pod; an error if the node is out of the question.
 pub type Nodes = BTreeMap<String, Result<NodeReport, String>>;
 
-/// Evaluates the nodes for the claims of a pod: those that wait for allocation together, beside those that have it.
+/// Evaluates the nodes for the claims of a pod: those that wait for allocation together, beside those that have it. If `pod` is given,
+/// nodes that it cannot use are out of the question.
 pub fn evaluate_nodes(
     cluster: ClusterState<'_>,
     nodes: &[Node],
+    pod: Option<&PartialPod>,
     claims: &[&ResourceClaim],
     evaluate: &mut Evaluate<'_>,
 ) -> Nodes {
@@ -77,17 +80,20 @@ pub fn evaluate_nodes(
     let (allocated, waiting) = (with(is_allocated), with(is_waiting));
     let mut evaluated = Nodes::new();
     for node in nodes {
-        let elsewhere = allocated.iter().find(|claim| {
-            let status = claim.status.as_ref();
-            let allocation = status.and_then(|status| status.allocation.as_ref());
-            let selector = allocation.and_then(|allocation| allocation.node_selector.as_ref());
-            selector.is_some_and(|selector| node_matches(selector, node) != Ok(true))
-        });
-        let result = match elsewhere {
-            Some(claim) => Err(format!(
-                "ResourceClaim {} of the pod is allocated on another node",
-                qualified_name(*claim)
-            )),
+        let elsewhere = || {
+            let claim = allocated.iter().find(|claim| {
+                let status = claim.status.as_ref();
+                let allocation = status.and_then(|status| status.allocation.as_ref());
+                let selector = allocation.and_then(|allocation| allocation.node_selector.as_ref());
+                selector.is_some_and(|selector| node_matches(selector, node) != Ok(true))
+            })?;
+            let claim = qualified_name(*claim);
+            Some(format!(
+                "ResourceClaim {claim} of the pod is allocated on another node"
+            ))
+        };
+        let result = match pod.and_then(|pod| rejection(pod, node)).or_else(elsewhere) {
+            Some(reason) => Err(reason),
             None => report(cluster, node, &waiting, evaluate).map_err(|error| error.to_string()),
         };
         evaluated.insert(node.name_any(), result);
@@ -99,7 +105,8 @@ pub fn evaluate_nodes(
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StructuredExplainInput<'a> {
     pub driver: &'a str,
-    pub gates_off: &'a [Gate],
+    /// Why companions do without gates.
+    pub unused_gates: &'a [String],
     /// Nodes whose companions do without the gates, because their kubelet is too old.
     pub old_kubelets: &'a [String],
     /// Whether only the claims of one namespace could be read, so that devices of others appear free.
@@ -354,14 +361,14 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
     }
     let (total, able) = (nodes.len(), outcomes().filter(|outcome| outcome.is_ok()).count());
     if able == 0 {
-        let gate = |gate: &Gate| format!("; the gate {} is off: {}", gate.name, gate.without);
-        let gates: String = input.gates_off.iter().map(gate).collect();
+        let after = |why: &String| format!("; {why}");
+        let gates: String = input.unused_gates.iter().map(after).collect();
         let requests = nodes.values().flatten().flat_map(|report| &report.requests);
         let mut matching = requests.flat_map(|request| &request.matching);
         let fix = if matching.any(|(_, state)| matches!(state, Availability::Held(_))) {
             "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
              one (drayman devices), add a node, or request less"
-        } else if total > 0 && nodes.values().all(Result::is_err) {
+        } else if nodes.values().any(Result::is_err) {
             "the reasons of the nodes name the cause; if it is another claim of the pod, see what to do about that one"
         } else if nodes.values().flatten().all(NodeReport::is_without_driver) {
             "no driver offers devices on any of these nodes: `drayman doctor`, with the rights of an operator, names the cause"

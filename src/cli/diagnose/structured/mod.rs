@@ -7,6 +7,7 @@
 pub mod devices;
 pub mod doctor;
 pub mod explain;
+mod filters;
 
 use k8s_openapi::api::resource::v1::{Device, DeviceAttribute, ResourceSlice};
 

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::add_taints;
 use super::devices::devices;
-use super::doctor::{GATES, classes, dropped_fields, gate, is_off, kubelets, slices};
+use super::doctor::{GATES, classes, dropped_fields, gate, kubelets, slices, why_unused};
 use super::explain::{StructuredExplainInput, evaluate_nodes, explain, find, is_waiting};
 use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable};
 use crate::cli::diagnose::doctor::{DoctorFinding, Level};
@@ -271,13 +271,14 @@ impl Question {
             classes: &classes,
             allocated_devices: &allocated_devices,
         };
-        let nodes = with_selectors(|evaluate| evaluate_nodes(cluster, &nodes, &own, evaluate)).unwrap();
+        let nodes =
+            with_selectors(|evaluate| evaluate_nodes(cluster, &nodes, Some(&pod), &own, evaluate)).unwrap();
         let mut index = 0;
         let mut explanations = Vec::new();
         for (entry, found) in entries.iter().zip(found) {
             explanations.push(explain(&StructuredExplainInput {
                 driver: DRIVER,
-                gates_off: &[],
+                unused_gates: &[],
                 old_kubelets: &self.old_kubelets,
                 of_one_namespace: self.of_one_namespace,
                 pod: Some(&pod),
@@ -862,6 +863,7 @@ fn nodes_and_slices_must_agree() {
         "there are slices of node gone, and no such node",
     );
     contains(&findings, Level::Note, "1 of 3 nodes have no companion: node-c");
+    contains(&findings, Level::Fine, "1 of 3 nodes offer 1 devices");
     contains(
         &of_slices(Vec::new(), &["node-a"]),
         Level::Problem,
@@ -904,7 +906,12 @@ fn a_gate_that_is_off_is_expected_below_its_release() {
         Level::Note,
         "companions do not use it there"
     );
-    let is_off = |answer: GateState, minor| is_off(&answer, Some(minor));
-    assert!(is_off(GateState::Off, 37) && is_off(GateState::On, 35) && !is_off(GateState::On, 36));
-    assert!(is_off(GateState::Silent, 35) && !is_off(GateState::Silent, 36));
+    let why = |answer: GateState, minor| why_unused(GATES[0], &answer, Some(minor)).unwrap_or_default();
+    assert!(why(GateState::Off, 37).starts_with("the gate DRADeviceTaints is off: companions"));
+    for answer in [GateState::On, GateState::Silent] {
+        assert_eq!(why(answer, 36), "");
+    }
+    for answer in [GateState::On, GateState::Off] {
+        assert!(why(answer, 35).starts_with("DRADeviceTaints is used from Kubernetes 1.36 on: "));
+    }
 }

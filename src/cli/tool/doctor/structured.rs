@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceSlice};
 use kube::Client;
 
-use crate::cli::diagnose::doctor::{DoctorFinding, joined};
+use crate::cli::diagnose::doctor::{DoctorFinding, api_server_minor, joined};
 use crate::cli::diagnose::overlap;
 use crate::cli::diagnose::qualified_name;
 use crate::cli::diagnose::rights::Component;
@@ -25,7 +25,7 @@ pub(super) async fn check(
     version: (&str, &str),
 ) -> Vec<DoctorFinding> {
     let (major, number) = version;
-    let api_server = read::minor(number);
+    let api_server = api_server_minor(major, number);
     let version = DoctorFinding::fine(
         "version",
         format!(

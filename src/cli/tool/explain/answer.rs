@@ -9,6 +9,7 @@ use kube::{Client, Resource, ResourceExt as _};
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use crate::cli::diagnose::doctor::first;
 use crate::cli::diagnose::explain::{ClaimExplanation, ClaimStep, DeviceExplanation, NodeExplanation};
 use crate::cli::diagnose::extended_resources::{self, ExtendedResourceExplanation, ExtendedResourceStep};
 use crate::cli::diagnose::qualified_name;
@@ -199,8 +200,8 @@ async fn explain_limits(
     client: &Client,
     pod: &PartialPod,
 ) -> Result<Vec<ExtendedResourceExplanation>, Error> {
-    let is_bound = pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some());
-    if is_bound || extended_resources::requested(pod).is_empty() {
+    let waits = pod.node_name().is_none() && !pod.has_ended();
+    if !waits || extended_resources::requested(pod).is_empty() {
         return Ok(extended_resources::explain(pod, None, None));
     }
     let nodes = unless_forbidden(
@@ -347,15 +348,12 @@ fn nodes_text(fits: &[NodeExplanation], wide: bool) -> String {
     }
     let mut rows = Vec::new();
     for (reason, nodes) in by_reason {
-        match nodes.as_slice() {
-            _ if wide => rows.extend(nodes.iter().map(|node| row([&format!("    {node}"), reason]))),
-            [one] => rows.push(row([&format!("    {one}"), reason])),
-            [first, second] => rows.push(row([&format!("    {first}, {second}"), reason])),
-            [first, ..] => rows.push(row([
-                &format!("    {first} and {} more", nodes.len().saturating_sub(1)),
-                reason,
-            ])),
-            [] => {}
+        if wide {
+            rows.extend(nodes.iter().map(|node| row([&format!("    {node}"), reason])));
+        } else {
+            // Two names are as short as one and a number.
+            let max = if nodes.len() == 2 { 2 } else { 1 };
+            rows.push(row([&format!("    {}", first(nodes, max)), reason]));
         }
     }
     if rows.is_empty() {
@@ -414,5 +412,9 @@ mod tests {
             "  nodes:\n    a and 2 more   3 of 3 held\n    d              can serve it\n"
         );
         assert_eq!(nodes_text(&fits, true).lines().count(), 5);
+        assert_eq!(
+            nodes_text(&fits[1..3], false),
+            "  nodes:\n    b, c   3 of 3 held\n"
+        );
     }
 }

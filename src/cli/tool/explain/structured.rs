@@ -51,8 +51,8 @@ pub(super) async fn explain_claims(
     }
     let mut classes = None;
     let mut nodes = None;
-    let (mut gates_off, mut old_kubelets) = (Vec::new(), Vec::new());
-    if own.iter().any(|claim| is_waiting(claim)) {
+    let (mut unused_gates, mut old_kubelets) = (Vec::new(), Vec::new());
+    if own.iter().any(|claim| is_waiting(claim)) && !pod.is_some_and(PartialPod::has_ended) {
         classes = unless_forbidden(
             read::all::<DeviceClass>(client).await,
             "deviceclasses: the matching devices are unknown",
@@ -62,11 +62,17 @@ pub(super) async fn explain_claims(
             "resourceslices: the matching devices are unknown",
         )?;
         if let (Some(classes), Some(slices)) = (&classes, &slices) {
-            let all_nodes = read_nodes(client, slices).await?;
-            nodes = Some(evaluate(slices, classes, &claims.items, &all_nodes, &own)?);
-            gates_off = feature_gates::gates_off(client).await?;
+            let listed = unless_forbidden(
+                read::all::<Node>(client).await,
+                "nodes: only those with devices are shown",
+            )?;
+            // Only the objects of nodes show which of them the pod can use.
+            let pod = pod.filter(|_| listed.is_some());
+            let all_nodes = listed.unwrap_or_else(|| nodes_of(slices));
+            nodes = Some(evaluate(slices, classes, &claims.items, &all_nodes, pod, &own)?);
+            unused_gates = feature_gates::unused_gates(client).await?;
             // Otherwise no node uses the gates.
-            if gates_off.len() < GATES.len() {
+            if unused_gates.len() < GATES.len() {
                 old_kubelets = doctor::old_kubelets(driver, slices, &all_nodes);
             }
         }
@@ -80,7 +86,7 @@ pub(super) async fn explain_claims(
             .position(|claim| Some(&claim.metadata.name) == name);
         explanations.push(explain(&StructuredExplainInput {
             driver,
-            gates_off: &gates_off,
+            unused_gates: &unused_gates,
             old_kubelets: &old_kubelets,
             of_one_namespace: matches!(claims.scope, ClaimScope::Namespace(_)),
             pod,
@@ -97,14 +103,8 @@ pub(super) async fn explain_claims(
     }))
 }
 
-/// Reads all nodes. Without the right, returns those that slices name.
-async fn read_nodes(client: &Client, slices: &[ResourceSlice]) -> Result<Vec<Node>, Error> {
-    if let Some(nodes) = unless_forbidden(
-        read::all::<Node>(client).await,
-        "nodes: only those with devices are shown",
-    )? {
-        return Ok(nodes);
-    }
+/// Returns the nodes that slices name.
+fn nodes_of(slices: &[ResourceSlice]) -> Vec<Node> {
     let mut names: Vec<&String> = slices
         .iter()
         .filter_map(|slice| slice.spec.node_name.as_ref())
@@ -118,7 +118,7 @@ async fn read_nodes(client: &Client, slices: &[ResourceSlice]) -> Result<Vec<Nod
         },
         ..Node::default()
     };
-    Ok(names.into_iter().map(node).collect())
+    names.into_iter().map(node).collect()
 }
 
 fn evaluate(
@@ -126,6 +126,7 @@ fn evaluate(
     classes: &[DeviceClass],
     claims: &[ResourceClaim],
     nodes: &[Node],
+    pod: Option<&PartialPod>,
     own: &[&ResourceClaim],
 ) -> Result<Nodes, Error> {
     let allocated_devices = AllocatedDevices::read(claims);
@@ -134,7 +135,7 @@ fn evaluate(
         classes,
         allocated_devices: &allocated_devices,
     };
-    with_selectors(|evaluate| evaluate_nodes(cluster, nodes, own, evaluate))
+    with_selectors(|evaluate| evaluate_nodes(cluster, nodes, pod, own, evaluate))
         .map_err(|error| anyhow::anyhow!(error).into())
 }
 
@@ -194,6 +195,64 @@ mod tests {
              what to do: the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod \
              that holds one (drayman devices), add a node, or request less\n"
         );
+    }
+
+    #[tokio::test]
+    async fn a_node_that_the_pod_cannot_use_does_not_matter() {
+        const SECOND: &str = "/api/v1/namespaces/shop/pods/second";
+        let mut tainted = node("node-a");
+        tainted["spec"]["taints"] = json!([{ "key": "busy", "effect": "NoSchedule" }]);
+        let mut failing = claim("waits", "cameras", 1);
+        failing["spec"]["devices"]["requests"][0]["exactly"]["selectors"] =
+            json!([{ "cel": { "expression": "device.attributes['drayman.dev'].model == 'x'" } }]);
+        let server = server()
+            .with("/api/v1/nodes", &[tainted, node("node-b")])
+            .with("/apis/resource.k8s.io/v1/resourceclaims", &[failing]);
+        let of_server = async |server: Server| {
+            let answer = ask(server, ObjectArgument::Pod("second".into())).await.unwrap();
+            serde_json::to_value(answer).unwrap()["claims"][0].take()
+        };
+        let found = of_server(server.clone()).await;
+        assert_eq!(found["step"], "WaitsForDevice", "{found}");
+        let advice = "the reasons of the nodes name the cause";
+        assert!(found["advice"].as_str().unwrap().starts_with(advice), "{found}");
+        let reason = "it has the taint busy:NoSchedule, which the pod does not tolerate";
+        assert_eq!(found["nodes"][0]["reason"], reason, "{found}");
+        let mut tolerant = pod("second", &["waits"]);
+        tolerant["spec"]["tolerations"] = json!([{ "operator": "Exists" }]);
+        let found = of_server(server.clone().with_object(SECOND, tolerant)).await;
+        assert_eq!(found["step"], "ParametersInvalid", "{found}");
+        // Without the nodes, their labels are unknown.
+        let mut selecting = pod("second", &["waits"]);
+        selecting["spec"]["nodeSelector"] = json!({ "zone": "one" });
+        let unlisted = server.without_right("/api/v1/nodes");
+        let found = of_server(unlisted.with_object(SECOND, selecting)).await;
+        assert_eq!(found["step"], "ParametersInvalid", "{found}");
+    }
+
+    #[tokio::test]
+    async fn nothing_is_evaluated_for_a_pod_that_has_ended() {
+        let mut ended = pod("second", &["waits"]);
+        ended["status"]["phase"] = json!("Succeeded");
+        let server = server()
+            .with_object("/api/v1/namespaces/shop/pods/second", ended)
+            .failing("/apis/resource.k8s.io/v1/resourceslices", 500);
+        let answer = ask(server, ObjectArgument::Pod("second".into())).await.unwrap();
+        let answer = serde_json::to_value(answer).unwrap();
+        assert_eq!(answer["claims"][0]["step"], "NotNeeded", "{answer}");
+    }
+
+    #[tokio::test]
+    async fn a_gate_is_not_called_off_before_it_is_used() {
+        let server = server().with_object("/version", json!({ "major": "1", "minor": "35" }));
+        let answer = ask(server, ObjectArgument::Pod("second".into())).await.unwrap();
+        let answer = serde_json::to_value(answer).unwrap();
+        let because = answer["claims"][0]["because"].as_str().unwrap();
+        assert!(
+            because.contains("; DRADeviceTaints is used from Kubernetes 1.36 on: companions leave out"),
+            "{because}"
+        );
+        assert!(!because.contains("is off"), "{because}");
     }
 
     #[tokio::test]

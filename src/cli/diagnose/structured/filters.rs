@@ -1,0 +1,127 @@
+//! The scheduler's filters of nodes that come before the one for claims.
+
+use k8s_openapi::api::core::v1::{Node, Taint, Toleration};
+
+use crate::cli::objects::PartialPod;
+use crate::core::scheduler::node_matches;
+
+/// Returns why the scheduler tries no claim of the pod on a node, by the pod's node selector, required node affinity and tolerations. Filters
+/// that depend on other pods and on volumes are not evaluated.
+pub(super) fn rejection(pod: &PartialPod, node: &Node) -> Option<String> {
+    let spec = pod.spec.as_ref()?;
+    let labels = node.metadata.labels.as_ref();
+    let mut selected = spec.node_selector.iter().flatten();
+    let affinity = spec
+        .affinity
+        .as_ref()
+        .and_then(|affinity| affinity.node_affinity.as_ref());
+    let required = affinity.and_then(|affinity| {
+        affinity
+            .required_during_scheduling_ignored_during_execution
+            .as_ref()
+    });
+    if !selected.all(|(name, value)| labels.and_then(|labels| labels.get(name)) == Some(value))
+        || required.is_some_and(|required| node_matches(required, node) != Ok(true))
+    {
+        return Some("the pod's node selector or node affinity excludes it".to_owned());
+    }
+    let tolerations = spec.tolerations.as_deref().unwrap_or_default();
+    let node = node.spec.as_ref()?;
+    let cordoned = (node.unschedulable == Some(true)).then(|| Taint {
+        key: "node.kubernetes.io/unschedulable".to_owned(),
+        effect: "NoSchedule".to_owned(),
+        ..Taint::default()
+    });
+    let mut taints = node.taints.iter().flatten().chain(&cordoned);
+    let taint = taints.find(|taint| {
+        matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute")
+            && !tolerations.iter().any(|toleration| tolerates(toleration, taint))
+    })?;
+    let value = taint.value.iter().map(|value| format!("={value}"));
+    Some(format!(
+        "it has the taint {}{}:{}, which the pod does not tolerate",
+        taint.key,
+        value.collect::<String>(),
+        taint.effect
+    ))
+}
+
+fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
+    let is =
+        |wanted: Option<&str>, found: &str| wanted.is_none_or(|wanted| wanted.is_empty() || wanted == found);
+    is(toleration.effect.as_deref(), &taint.effect)
+        && is(toleration.key.as_deref(), &taint.key)
+        && match toleration.operator.as_deref().unwrap_or_default() {
+            "" | "Equal" => {
+                toleration.value.as_deref().unwrap_or_default() == taint.value.as_deref().unwrap_or_default()
+            }
+            // `Exists`. Comparisons of numbers, which need a feature gate, are not evaluated.
+            _ => true,
+        }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn is_rejected(spec: &Value) -> bool {
+        let taints = json!([
+            { "key": "for", "value": "cameras", "effect": "NoSchedule" },
+            { "key": "busy", "effect": "PreferNoSchedule" },
+        ]);
+        let node: Node = serde_json::from_value(json!({
+            "metadata": { "name": "node-a", "labels": { "zone": "one" } }, "spec": { "taints": taints },
+        }))
+        .unwrap();
+        let pod: PartialPod = serde_json::from_value(json!({ "metadata": {}, "spec": spec })).unwrap();
+        rejection(&pod, &node).is_some()
+    }
+
+    #[test]
+    fn a_taint_needs_a_toleration() {
+        for (toleration, is_tolerated) in [
+            (json!({ "operator": "Exists" }), true),
+            (json!({ "key": "for", "value": "cameras" }), true),
+            (
+                json!({ "key": "for", "operator": "Exists", "effect": "NoSchedule" }),
+                true,
+            ),
+            (
+                json!({ "key": "for", "operator": "Exists", "effect": "NoExecute" }),
+                false,
+            ),
+            (json!({ "key": "for", "value": "radios" }), false),
+            (json!({ "key": "busy", "operator": "Exists" }), false),
+        ] {
+            let rejected = is_rejected(&json!({ "tolerations": [toleration] }));
+            assert_eq!(rejected, !is_tolerated, "{toleration}");
+        }
+        assert!(is_rejected(&json!({})));
+        let cordoned: Node =
+            serde_json::from_value(json!({ "metadata": {}, "spec": { "unschedulable": true } })).unwrap();
+        let pod: PartialPod = serde_json::from_value(json!({ "metadata": {}, "spec": {} })).unwrap();
+        let reason =
+            "it has the taint node.kubernetes.io/unschedulable:NoSchedule, which the pod does not tolerate";
+        assert_eq!(rejection(&pod, &cordoned).as_deref(), Some(reason));
+    }
+
+    #[test]
+    fn a_selector_and_an_affinity_must_match() {
+        let tolerant = |mut spec: Value| {
+            spec["tolerations"] = json!([{ "operator": "Exists" }]);
+            is_rejected(&spec)
+        };
+        let in_zone = |zone: &str| {
+            let expression = json!({ "key": "zone", "operator": "In", "values": [zone] });
+            let required = json!({ "nodeSelectorTerms": [{ "matchExpressions": [expression] }] });
+            let affinity = json!({ "requiredDuringSchedulingIgnoredDuringExecution": required });
+            json!({ "affinity": { "nodeAffinity": affinity } })
+        };
+        for (zone, is_other) in [("one", false), ("two", true)] {
+            assert_eq!(tolerant(json!({ "nodeSelector": { "zone": zone } })), is_other);
+            assert_eq!(tolerant(in_zone(zone)), is_other);
+        }
+    }
+}
