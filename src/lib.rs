@@ -15,8 +15,9 @@
 //! api <- driver <- core <- {controller, host, node} <- testcluster <- {testkit, cli}
 //! ```
 //!
-//! `core` decides: a pod's Events in `core::claims::context`, refusals of a Prepare in `core::prepare::plan`, names of devices in
-//! `core::names`, the content of the checkpoint in `core::prepare::checkpoint`, the end of a lease in `core::lease`.
+//! `core` decides: the controller's Events about a pod in `core::claims::context`, refusals of a Prepare in `core::prepare::plan` (kubelet
+//! writes the pod's Event), names of devices in `core::names`, the content of the checkpoint in `core::prepare::checkpoint`, the end of a
+//! lease in `core::lease`.
 
 #![allow(
     rustdoc::private_intra_doc_links,

@@ -11,7 +11,7 @@ use anyhow::Context as _;
 use drayman::api::crd::Device;
 use drayman::core::names::DriverName;
 use drayman::core::prepare::checkpoint::ClusterFacts;
-use drayman::node::context::NodeContext;
+use drayman::node::context::{EventLimit, NodeContext};
 use drayman::node::publish;
 use drayman::node::publish::inventory::{InventoryPublisher, RegistrationStatus};
 use futures::{StreamExt as _, TryStreamExt as _};
@@ -179,6 +179,7 @@ fn start(
             driver_name: DriverName::parse(DRIVER)?,
             node_name: node_name(number),
             metrics: Arc::default(),
+            events: EventLimit::default(),
         },
         devices: sender.subscribe(),
         cluster: watch::Sender::new(ClusterFacts::default()),

@@ -1,7 +1,7 @@
 //! kubelet's gRPC protocols: trimmed copies of its protocol files, compiled by `build.rs`. Each has its own module, because
 //! unrelated packages share names.
 
-/// Maximum number of claims per call: kubelet sends those of one pod, and a pod has a few.
+/// Maximum number of claims that one call prepares: kubelet sends those of one pod, and a pod has a few.
 pub const MAX_CLAIMS: usize = 1024;
 /// Maximum number of containers per Allocate: kubelet sends one.
 pub const MAX_CONTAINERS: usize = 64;

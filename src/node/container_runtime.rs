@@ -295,32 +295,29 @@ impl RuntimeCheck {
         }
     }
 
+    /// The runtime, if it reports the devices of its containers.
+    pub(in crate::node) fn runtime(&self) -> Option<Arc<dyn ContainerRuntime>> {
+        self.runtime.clone()
+    }
+
     /// Whether a runtime reports the devices of its containers.
     pub(in crate::node) fn is_possible(&self) -> bool {
         self.runtime.is_some()
     }
 
-    /// The containers that the caller has listed, or else those of a query. `None` without a runtime.
-    async fn containers(
-        &self,
-        listed: Option<Result<Arc<RuntimeContainers>, String>>,
-    ) -> Option<Result<Arc<RuntimeContainers>, String>> {
-        let containers = match listed {
-            Some(listed) => listed,
-            None => self.runtime.as_ref()?.list_containers().await,
-        };
-        if containers.is_ok() {
+    /// Records that the runtime has answered.
+    fn note(&self, listed: &Result<Arc<RuntimeContainers>, String>) {
+        if listed.is_ok() {
             self.is_known.store(true, Ordering::Relaxed);
         }
-        Some(containers)
     }
 
     fn is_known(&self) -> bool {
         self.is_known.load(Ordering::Relaxed)
     }
 
-    /// Adds the container that has the device to the error, if the runtime shows it. `listed` are the containers, if the caller has listed them.
-    pub(in crate::node) async fn name_container(
+    /// Adds the container that has the device to the error, if the runtime shows it. `listed` is `None` without a runtime.
+    pub(in crate::node) fn name_container(
         &self,
         refusal: Refusal,
         inventory: &Devices,
@@ -329,7 +326,7 @@ impl RuntimeCheck {
         let (Refusal::Held { device, .. } | Refusal::InContainer { device, .. }) = &refusal else {
             return refusal;
         };
-        let Some(Ok(containers)) = self.containers(listed).await else {
+        let Some(Ok(containers)) = listed.inspect(|listed| self.note(listed)) else {
             return refusal;
         };
         let user_of = |device| containers.user_of_nodes(&self.driver_name, device);
@@ -350,10 +347,10 @@ impl RuntimeCheck {
     }
 
     /// Refuses a device to a claim or a starting container while another container has it: kubelet forgets force-deleted pods while their
-    /// containers are ending. `claim` is `None` for a starting container. `listed` are the containers, if the caller has listed them.
+    /// containers are ending. `claim` is `None` for a starting container. `listed` is `None` without a runtime.
     ///
     /// If kubelet's runtime does not answer, claims are refused, and starting containers are not: kubelet needs the runtime to start them.
-    pub(in crate::node) async fn check_unused(
+    pub(in crate::node) fn check_unused(
         &self,
         devices: &[&Device],
         claim: Option<&ClaimUid>,
@@ -363,7 +360,7 @@ impl RuntimeCheck {
         let Some(first) = exclusive().next() else {
             return Ok(());
         };
-        let containers = match self.containers(listed).await {
+        let containers = match listed.inspect(|listed| self.note(listed)) {
             None => return Ok(()),
             Some(Ok(containers)) => containers,
             Some(Err(problem)) if claim.is_some() && self.is_known() => {
@@ -440,7 +437,12 @@ impl RuntimeCheck {
             view.undecided.extend(uids);
             return (view, Some(SETTLE));
         }
-        let containers = match self.containers(listed).await {
+        let listed = match (listed, &self.runtime) {
+            (Some(listed), _) => Some(listed),
+            (None, Some(runtime)) => Some(runtime.list_containers().await),
+            (None, None) => None,
+        };
+        let containers = match listed.inspect(|listed| self.note(listed)) {
             None => return (view, None),
             Some(Ok(containers)) => containers,
             Some(Err(problem)) => {
@@ -544,7 +546,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_silent_runtime_is_not_asked_for_the_holders_name() {
+    async fn only_a_runtime_that_answers_names_the_container() {
         let number: DeviceNumber = "c120:6".parse().unwrap();
         let device = Device {
             name: "x".into(),
@@ -553,13 +555,14 @@ mod tests {
         };
         let inventory = Devices::from([("x".to_owned(), device)]);
         let check = check(&[number]);
+        let listed = check.runtime().unwrap().list_containers().await;
         let silent = Err("no answer within 5 s".to_owned());
-        for (listed, is_named) in [(None, true), (Some(silent), false)] {
+        for (listed, is_named) in [(listed, true), (silent, false)] {
             let refusal = Refusal::Held {
                 device: "x".into(),
                 holder: "claim default/a".into(),
             };
-            let refusal = check.name_container(refusal, &inventory, listed).await;
+            let refusal = check.name_container(refusal, &inventory, Some(listed));
             let text = refusal.to_string();
             assert_eq!(text.contains("pod default/p"), is_named, "{text}");
         }
@@ -592,7 +595,8 @@ mod tests {
         for is_certain in [false, true] {
             let driver = DriverName::parse("drayman.dev").unwrap();
             let check = RuntimeCheck::new(Some(Arc::new(NeverAnswers { is_certain })), driver);
-            let checked = check.check_unused(&[&device], Some(&uid), None).await;
+            let listed = check.runtime().unwrap().list_containers().await;
+            let checked = check.check_unused(&[&device], Some(&uid), Some(listed));
             assert_eq!(checked.is_err(), is_certain, "{checked:?}");
             let inventory = Devices::default();
             let claim_use = check.claim_use(vec![uid.clone()], &none_prepared, &inventory, None);

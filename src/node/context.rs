@@ -1,10 +1,19 @@
 //! Shared context of the tasks that call the API server.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use crate::core::names::DriverName;
 use crate::node::metrics::Metrics;
+use crate::node::rate_limit::RateLimit;
+
+/// Events about its devices that a node writes at once, and the interval of further ones. These are client-go's limits for the Events about one object. A device
+/// with a loose contact changes each second.
+const EVENT_BURST: u32 = 25;
+const EVENT_INTERVAL: Duration = Duration::from_secs(300);
 
 /// A client of the API server, and the identity of this companion there.
 #[derive(Clone)]
@@ -17,6 +26,30 @@ pub struct NodeContext {
     pub node_name: String,
     /// Counts slices, writes and events.
     pub metrics: Arc<Metrics>,
+    /// Limits the Events about devices.
+    pub events: EventLimit,
+}
+
+/// The limit of the Events about devices of a node.
+#[derive(Clone, Debug)]
+pub struct EventLimit(Arc<Mutex<RateLimit>>);
+
+impl Default for EventLimit {
+    fn default() -> Self {
+        Self(Arc::new(Mutex::new(RateLimit::new(EVENT_BURST, EVENT_INTERVAL))))
+    }
+}
+
+impl EventLimit {
+    /// Whether an Event may be written now. If so, it counts.
+    pub(in crate::node) fn take(&self) -> bool {
+        let mut limit = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_due = limit.due() <= Instant::now();
+        if is_due {
+            limit.take();
+        }
+        is_due
+    }
 }
 
 impl fmt::Debug for NodeContext {
@@ -37,6 +70,7 @@ impl NodeContext {
             driver_name: DriverName::parse("drayman.dev").unwrap(),
             node_name: "node-a".into(),
             metrics: Arc::default(),
+            events: EventLimit::default(),
         }
     }
 }

@@ -1,6 +1,8 @@
-//! The companion, which runs on every node: the runtime of [`crate::core::prepare`], [`crate::core::discovery`] and [`crate::core::slices`].
+//! The companion, which runs on every node: the runtime of [`crate::core::prepare`], [`crate::core::discovery`] and
+//! [`crate::core::slices`].
 //!
-//! * [`config`] is the node's configuration, which [`reload`] watches. [`discovery`] finds the devices that it describes: the built-in [`driver`].
+//! * [`config`] is the node's configuration, which [`reload`] watches. [`discovery`] finds the devices that it describes: it is the
+//!   built-in [`NodeDriver`](driver::NodeDriver).
 //! * [`kubelet`] serves kubelet's APIs, and [`service`] queues their requests for [`state`], which owns prepared claims and storage.
 //!   `core::prepare::plan` decides whether a Prepare is refused.
 //! * [`publish`] writes ResourceSlices or the NodeInventory, and events about the Node.
@@ -16,6 +18,7 @@ pub mod driver;
 mod hand_over;
 pub mod metrics;
 mod orphans;
+mod rate_limit;
 mod reload;
 mod resync;
 pub(crate) mod state;

@@ -147,18 +147,40 @@ pub struct ListedContainers {
     pub containers: Result<Arc<RuntimeContainers>, String>,
     /// The count of releases when the list was requested.
     released: u64,
-    /// When the list was requested.
+    /// When the list was requested, or the error arrived.
     pub at: Instant,
 }
 
 impl ListedContainers {
+    /// Lists the containers. `released` is the count of releases now.
+    pub async fn list(runtime: &dyn ContainerRuntime, released: u64) -> Self {
+        let requested = Instant::now();
+        let containers = runtime.list_containers().await;
+        // A silent runtime takes seconds to fail.
+        let at = if containers.is_ok() {
+            requested
+        } else {
+            Instant::now()
+        };
+        Self {
+            containers,
+            released,
+            at,
+        }
+    }
+
+    /// Whether it was requested, or failed, within the last second.
+    pub fn is_recent(&self) -> bool {
+        self.at.elapsed() < LIST_MAX_AGE
+    }
+
     /// Whether the list is recent enough to show every container that may still have a device without a holder. After a release it is not:
     /// the container that had the device may have started after the list was made.
     ///
     /// An error counts for the whole request: a silent runtime takes seconds to fail, and the state task, which serves one request at a time,
     /// must not wait for it again.
     pub fn is_current(&self, released: u64) -> bool {
-        self.containers.is_err() || (self.released == released && self.at.elapsed() < LIST_MAX_AGE)
+        self.containers.is_err() || (self.released == released && self.is_recent())
     }
 }
 
@@ -284,12 +306,8 @@ impl NodeService {
     /// Lists this node's containers for a request. `None` if the container runtime does not report their devices.
     pub async fn list_containers(&self) -> Option<ListedContainers> {
         let runtime = self.runtime.as_ref()?;
-        let (released, at) = (*self.released.borrow(), Instant::now());
-        Some(ListedContainers {
-            containers: runtime.list_containers().await,
-            released,
-            at,
-        })
+        let released = *self.released.borrow();
+        Some(ListedContainers::list(&**runtime, released).await)
     }
 
     /// Prepares claims. Afterwards a container with the returned CDI device ids gets the allocated devices: one id for a classic claim, one for

@@ -12,7 +12,7 @@ use drayman::api::proto::{
 use drayman::core::allocation::inventory::{Attribute, AttributeSet, Match};
 use drayman::core::discovery::attributes::{Attributes, fit};
 use drayman::core::discovery::mounts::{Mounts, mounts as read_mounts, swap_areas};
-use drayman::core::discovery::pci::PciFacts;
+use drayman::core::discovery::pci::{PciFacts, megatransfers};
 use drayman::core::discovery::usb::{UsbFacts, UsbIdentity, identities};
 use drayman::core::names::{ClaimUid, DriverName};
 use drayman::core::prepare::checkpoint::Checkpoint;
@@ -239,7 +239,7 @@ pub(crate) fn sysfs(bytes: &[u8]) {
     let pci = PciFacts {
         address: next().unwrap_or_default(),
         driver: next(),
-        link_speed: next(),
+        link_speed: next().as_deref().and_then(megatransfers),
         root: next(),
         ..PciFacts::default()
     };

@@ -27,9 +27,9 @@ pub struct PciFacts {
     pub iommu_group: Option<String>,
     /// The NUMA node, if the kernel knows it.
     pub numa_node: Option<i64>,
-    /// The speed of the PCIe link as in sysfs, `8.0 GT/s PCIe`.
-    pub link_speed: Option<String>,
-    /// The number of lanes of the PCIe link.
+    /// The maximum speed of the PCIe link, in millions of transfers per second and lane.
+    pub link_speed: Option<i64>,
+    /// The maximum number of lanes of the PCIe link.
     pub link_width: Option<i64>,
     /// The root complex, `pci0000:64`.
     pub root: Option<String>,
@@ -183,6 +183,19 @@ fn foreign(group: &str, all: &[PciFacts]) -> Option<String> {
     })
 }
 
+/// Converts `8.0 GT/s PCIe` to millions of transfers per second and lane, so that links can be compared; for USB the same attribute is in
+/// Mbit/s.
+pub fn megatransfers(speed: &str) -> Option<i64> {
+    let (whole, rest) = speed.split_once(' ')?;
+    if !rest.starts_with("GT/s") {
+        return None;
+    }
+    let (whole, tenths) = whole.split_once('.').unwrap_or((whole, "0"));
+    let whole: i64 = whole.parse().ok()?;
+    let tenths: i64 = tenths.get(..1)?.parse().ok()?;
+    whole.checked_mul(1000)?.checked_add(tenths * 100)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -223,6 +236,18 @@ mod tests {
             refuse(&facts, &[filter]).unwrap(),
             "it is bound to nouveau, not to vfio-pci"
         );
+    }
+
+    #[test]
+    fn link_speeds_are_numbers() {
+        for (text, number) in [
+            ("2.5 GT/s PCIe", Some(2500)),
+            ("16.0 GT/s PCIe", Some(16000)),
+            ("Unknown", None),
+            ("x GT/s", None),
+        ] {
+            assert_eq!(megatransfers(text), number, "{text}");
+        }
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Kubelet's requests, unvalidated, with the allocations of their claims; their checks, and the plans to serve them.
+//! Checks the claims of kubelet's Prepare and Unprepare requests, and plans how to serve them.
 //!
 //! A plan is a list of [`PlanStep`]s that the runtime performs in order, one plan at a time. A repeated request therefore finds the work
 //! done, and an Unprepare follows its Prepare. The process may be killed before, during and after every step; [`super::recovery`] then
@@ -197,8 +197,8 @@ fn check_containers(containers: &Containers, device: &Device) -> Result<(), Refu
     }
 }
 
-/// The claims to evict so that one more can have the device: remains of failed attempts, or of pods that ran before the boot. Refused if
-/// all shares are in use.
+/// Refuses a device whose shares are all in use. Otherwise returns the claims to evict so that one more can have it: remains of failed
+/// attempts, or of pods that ran before the boot.
 fn make_room(
     prepared_claims: &PreparedClaims,
     uid: &ClaimUid,

@@ -86,6 +86,15 @@ impl RuntimeContainers {
         })
     }
 
+    /// The containers that do not use a claim.
+    #[must_use]
+    pub fn without_claim(&self, driver: &DriverName, uid: &ClaimUid) -> Self {
+        let is_of_claim = |id: &String| driver.claim_of_cdi_id(id).as_ref() == Some(uid);
+        let uses_claim = |container: &&RuntimeContainer| container.given.cdi_devices.iter().any(is_of_claim);
+        let others = self.0.iter().filter(|container| !uses_claim(container));
+        Self(others.cloned().collect())
+    }
+
     /// A container that uses a claim's devices: it got the claim's CDI device, or has a device number that shows the claim's use. The number
     /// does not show it if other claims share the device, or if the container has admin access to it.
     pub fn user_of_claim(

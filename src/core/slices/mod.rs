@@ -1,7 +1,7 @@
 //! ResourceSlices (`resource.k8s.io/v1`) of a node: desired devices and observed slices in, one write at a time out.
 //!
-//! A scheduler considers the slices of a pool's highest generation, and allocates from them only if they are as many as each of them says
-//! (`spec.pool.resourceSliceCount`) and no device is in two of them. The rules:
+//! A scheduler considers the slices of a pool's highest generation, and allocates from them only if their number is
+//! the `spec.pool.resourceSliceCount` of each, and no device is in two of them. The rules:
 //!
 //! * A slice has a fixed name, so a repeated create cannot make a second one.
 //! * A device stays in its slice. A device that comes, goes or changes is one write, and the pool is complete before and after it. Slices

@@ -1,5 +1,5 @@
-//! The built-in driver and its devices: their device nodes, the use of these by the node itself, and their container edits. Their names
-//! come from `scan`.
+//! [`HostDevices`], the built-in `NodeDriver`, and its devices: their device nodes, the use of these by the node itself, and their
+//! container edits. Their names come from `scan`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;

@@ -1,8 +1,8 @@
 //! Discovers the devices that the node's configuration describes: the runtime of [`crate::core::discovery`].
 //!
 //! A device node is identified by the path that a pattern matched, which may be a symbolic link maintained by udev
-//! (`/dev/serial/by-id/...`); a USB or PCI device by its properties or its position on the bus.
-//! [`device_name`](crate::core::names::device_name) makes its name of that. A uevent of the kernel, a change
+//! (`/dev/serial/by-id/...`); a USB or PCI device by its properties or its position on the bus; a group by its first path or its kind.
+//! [`device_name`](crate::core::names::device_name) makes the device's name from this identity. A uevent of the kernel, a change
 //! of a relevant directory, or the periodic resync triggers another search.
 
 mod device;

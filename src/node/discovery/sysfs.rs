@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use crate::api::crd::{DeviceNodeKind, DeviceNumber};
 use crate::core::discovery::attributes::Attributes;
 use crate::core::discovery::mounts::numbers;
-use crate::core::discovery::pci::PciFacts;
+use crate::core::discovery::pci::{PciFacts, megatransfers};
 use crate::core::discovery::usb::UsbFacts;
 
 /// Largest read in bytes: a sysfs attribute is at most one page.
@@ -18,6 +18,8 @@ const TEXT_MAX: u64 = 4096;
 /// Depth and number of directories that are searched per device.
 const DEPTH_MAX: usize = 10;
 const DIRECTORIES_MAX: usize = 4096;
+/// Largest number of lanes of a PCIe link. The kernel reports more if it does not know the number.
+const LANES_MAX: i64 = 32;
 
 /// The directory where the host's `/sys` is visible.
 #[derive(Debug)]
@@ -405,10 +407,19 @@ fn pci_facts(directory: &Path) -> io::Result<Option<PciFacts>> {
         driver: link_name(&directory.join("driver")),
         iommu_group: link_name(&directory.join("iommu_group")),
         numa_node: integer(&directory.join("numa_node")).filter(|node| *node >= 0),
-        link_speed: description(&directory.join("current_link_speed")),
-        link_width: integer(&directory.join("current_link_width")).filter(|width| *width > 0),
+        link_speed: link_maximum(directory, "max_link_speed", |text| megatransfers(&text)),
+        link_width: link_maximum(directory, "max_link_width", |text| {
+            text.parse().ok().filter(|width| (1..=LANES_MAX).contains(width))
+        }),
         root: root.map(str::to_owned),
     }))
+}
+
+/// The maximum that both ends of a PCIe link support. The current value varies with the load.
+fn link_maximum(directory: &Path, file: &str, parse: impl Fn(String) -> Option<i64>) -> Option<i64> {
+    let at = |directory: &Path| description(&directory.join(file)).and_then(&parse);
+    let own = at(directory)?;
+    Some(directory.parent().and_then(at).map_or(own, |port| port.min(own)))
 }
 
 /// The device node of a sysfs directory.

@@ -9,13 +9,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tokio::sync::Mutex;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, sleep_until, timeout};
 use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
 
 use super::KubeletPaths;
 use crate::api::proto::pod_resources_v1 as v1;
 use crate::api::proto::pod_resources_v1::pod_resources_lister_client::PodResourcesListerClient;
+use crate::node::rate_limit::RateLimit;
 pub use grants::{KubeletGrants, withdrawn_devices};
 
 /// Deadline of a call, including the connection.
@@ -71,7 +72,7 @@ pub struct PodResourcesClient {
 #[derive(Debug)]
 struct ClientState {
     channel: Option<Channel>,
-    allowance: Allowance,
+    rate_limit: RateLimit,
 }
 
 impl PodResourcesClient {
@@ -81,7 +82,7 @@ impl PodResourcesClient {
             socket: paths.pod_resources_socket(),
             state: Mutex::new(ClientState {
                 channel: None,
-                allowance: Allowance::new(Instant::now()),
+                rate_limit: RateLimit::new(BURST, REFILL),
             }),
         }
     }
@@ -92,8 +93,8 @@ impl PodResourcesClient {
         let mut state = self.state.lock().await;
         let mut retries = 0;
         loop {
-            let pause = state.allowance.take(Instant::now());
-            sleep(pause).await;
+            sleep_until(state.rate_limit.due()).await;
+            state.rate_limit.take();
             let answer = timeout(CALL_LIMIT, self.once(&mut state.channel)).await;
             let error = match answer.unwrap_or(Err(PodResourcesError::Timeout)) {
                 Ok(answer) => return Ok(answer),
@@ -138,40 +139,5 @@ impl PodResourcesClient {
                 Code::Unavailable | Code::Cancelled => absent(status.message().to_owned()),
                 _ => PodResourcesError::Refused(status.message().to_owned()),
             })
-    }
-}
-
-/// Token bucket: [`BURST`] tokens, refilled by one per [`REFILL`].
-#[derive(Debug)]
-struct Allowance {
-    /// When the bucket is full again if no token is taken before.
-    full: Instant,
-}
-
-impl Allowance {
-    fn new(now: Instant) -> Self {
-        Self { full: now }
-    }
-
-    /// Takes a token and returns the delay until it may be used.
-    fn take(&mut self, now: Instant) -> Duration {
-        self.full = self.full.max(now) + REFILL;
-        self.full.duration_since(now).saturating_sub(REFILL * BURST)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_few_calls_go_at_once_and_the_next_ones_one_by_one() {
-        let start = Instant::now();
-        let mut allowance = Allowance::new(start);
-        let pauses: Vec<u128> = (0..8).map(|_| allowance.take(start).as_millis()).collect();
-        assert_eq!(pauses, [0, 0, 0, 0, 0, 100, 200, 300]);
-        let later = start + Duration::from_secs(10);
-        let pauses: Vec<u128> = (0..6).map(|_| allowance.take(later).as_millis()).collect();
-        assert_eq!(pauses, [0, 0, 0, 0, 0, 100], "no more are saved up");
     }
 }

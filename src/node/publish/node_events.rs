@@ -25,10 +25,14 @@ const INSTANCE_MAX: usize = 128;
 const NAMESPACE: &str = "default";
 
 impl NodeContext {
-    /// Writes events about the Node. A failed write is logged and not retried, since the event itself is in the log.
+    /// Writes events about the Node, as far as their limit allows. A failed write is logged and not retried, since the event itself is in the
+    /// log.
     pub(super) async fn write_events(&self, node_uid: Option<&str>, events: &[DeviceEvent]) {
         for event in events {
             info!(reason = event.reason, "{}", event.note);
+            if !self.events.take() {
+                continue;
+            }
             self.metrics.event(event.reason);
             if let Err(error) = self.create_event(node_uid, "CheckDevices", event).await {
                 warn!(reason = event.reason, "the event is not written: {error}");
@@ -95,7 +99,37 @@ fn object(
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+
+    use kube::client::Body;
+
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_device_that_changes_all_the_time_writes_few_events() {
+        let written = Arc::<AtomicUsize>::default();
+        let counted = written.clone();
+        let serve = move |_: http::Request<Body>| {
+            counted.fetch_add(1, Ordering::Relaxed);
+            async { Ok::<_, Infallible>(http::Response::new(Body::from(b"{}".to_vec()))) }
+        };
+        let context = NodeContext::for_tests(kube::Client::new(tower::service_fn(serve), "default"));
+        let event = DeviceEvent {
+            reason: "DeviceUnhealthy",
+            warning: true,
+            note: "device a of kind k is not allocated: it is gone".to_owned(),
+        };
+        for expected in [25, 26] {
+            for _ in 0..100 {
+                context.write_events(None, std::slice::from_ref(&event)).await;
+            }
+            assert_eq!(written.load(Ordering::Relaxed), expected);
+            tokio::time::advance(Duration::from_secs(300)).await;
+        }
+    }
 
     #[test]
     fn an_event_names_the_node_and_fits_the_servers_limits() {

@@ -1,8 +1,8 @@
 //! Publishes the ResourceSlices of this node and driver in structured mode: the runtime of [`crate::core::slices`].
 //!
 //! Writes are sent one at a time, each only if a stored slice differs from the desired one. An idle node reads and writes nothing besides
-//! its watch, which reports the slices that others delete: kubelet, when it restarts or the companion is away for more than 30 seconds, or
-//! the garbage collector, with the Node. A stop deletes nothing, so a restart within that time keeps the pool. If the API server drops a
+//! its watch, which reports deleted slices. Kubelet deletes them when it restarts, or when the companion is away for more than 30 seconds;
+//! the garbage collector deletes them after the Node. A companion that stops deletes nothing, so a restart within that time keeps the pool. If the API server drops a
 //! feature that a device needs, dry runs find out whether it still does. A kubelet that cannot prepare claims gets an empty pool, because
 //! it would start pods without their devices.
 
@@ -34,6 +34,7 @@ use crate::core::prepare::claims_api::{ClaimsApi, FIRST_STRUCTURED_MINOR, is_too
 use crate::core::slices::{Altered, Features, NodePool, Omission, Omitted, Slices, Write};
 use crate::node::context::NodeContext;
 use crate::node::metrics::SliceCounts;
+use crate::node::rate_limit::RateLimit;
 use crate::node::watch::watch_objects;
 
 /// Writes in one go, at most: enough for a new generation of the largest pool, which has 16 slices.
@@ -269,7 +270,7 @@ struct Publication<'a> {
     probe_pause: Duration,
     /// When the API server last dropped a feature.
     dropped_at: Option<Instant>,
-    budget: Budget,
+    rate_limit: RateLimit,
     retry: WriteRetry<'a>,
     /// When a rejected write may be sent again. The others do not wait for it.
     rejection: WriteRetry<'a>,
@@ -300,7 +301,7 @@ impl<'a> Publication<'a> {
             probe_due: Instant::now(),
             probe_pause: PROBE.0,
             dropped_at: None,
-            budget: Budget::new(),
+            rate_limit: RateLimit::new(BURST, REFILL),
             retry: WriteRetry::new(&context.node_name),
             rejection: WriteRetry::new(&context.node_name),
             reports: SliceReports::new(context),
@@ -309,7 +310,11 @@ impl<'a> Publication<'a> {
 
     /// When this write may be sent.
     fn due(&self, write: Option<&Write>) -> Instant {
-        let due = self.retry.due.max(self.budget.due()).max(self.throttled.until());
+        let due = self
+            .retry
+            .due
+            .max(self.rate_limit.due())
+            .max(self.throttled.until());
         if write.is_some_and(|write| self.slices.is_rejected(write)) {
             return due.max(self.rejection.due);
         }
@@ -431,7 +436,7 @@ impl<'a> Publication<'a> {
     }
 
     async fn write(&mut self, write: &Write) -> Result<(), SliceError> {
-        self.budget.take();
+        self.rate_limit.take();
         let written = execute(&self.api, &mut self.slices, write).await;
         self.publisher.context.metrics.slice_written(match &written {
             Ok(WriteOutcome::Done(_)) => "Done",
@@ -560,28 +565,6 @@ fn counts(slices: &Slices) -> SliceCounts {
         slices: number(slices.stored().count()),
         devices: number(slices.stored().map(devices).sum()),
         omitted: Omission::ALL.map(omitted).into(),
-    }
-}
-
-/// Bounds the writes of this node: `BURST` at once, then one per `REFILL`.
-struct Budget {
-    /// When the whole burst is available again.
-    full: Instant,
-}
-
-impl Budget {
-    fn new() -> Self {
-        Self { full: Instant::now() }
-    }
-
-    /// When the next write may be sent.
-    fn due(&self) -> Instant {
-        let burst = REFILL * (BURST - 1);
-        self.full.checked_sub(burst).unwrap_or(self.full)
-    }
-
-    fn take(&mut self) {
-        self.full = self.full.max(Instant::now()) + REFILL;
     }
 }
 

@@ -28,7 +28,7 @@ use crate::core::prepare::recovery::running_claims;
 use crate::node::admin::{self, Companion};
 use crate::node::claim_watch::ClaimWatch;
 use crate::node::container_runtime::{ContainerRuntime, CriClient};
-use crate::node::context::NodeContext;
+use crate::node::context::{EventLimit, NodeContext};
 use crate::node::driver::NodeDriver;
 use crate::node::hand_over::{self, HandOver};
 use crate::node::kubelet::device_plugin::PluginRegistration;
@@ -196,6 +196,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             driver_name: driver_name.clone(),
             node_name: options.node_name.clone(),
             metrics: options.metrics.clone(),
+            events: EventLimit::default(),
         };
         let runtime = container_runtime(
             options.runtime_socket.as_deref(),

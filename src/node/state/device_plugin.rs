@@ -103,9 +103,8 @@ impl<D: NodeDriver> NodeState<D> {
         };
         let (is_health_checked, passes_nodes) = (config.pre_start_check, !config.cdi_devices);
         let names: BTreeSet<&str> = devices.iter().map(|id| device_of_plugin_id(id)).collect();
-        let listed = self.current(containers);
-        self.check_containers_lack(names.iter().copied(), None, listed)
-            .await?;
+        let listed = self.list_containers(containers).await;
+        self.check_containers_lack(names.iter().copied(), None, listed)?;
         if !is_health_checked {
             return Ok(());
         }

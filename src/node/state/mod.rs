@@ -124,6 +124,8 @@ pub struct NodeState<D> {
     named_devices: BTreeSet<String>,
     orphans: Versioned<Orphans>,
     runtime: RuntimeCheck,
+    /// The containers of the last own query.
+    containers: Option<ListedContainers>,
     /// The found devices that have been fully processed.
     devices: Arc<Devices>,
     /// The found devices, and held devices that are gone.
@@ -178,6 +180,7 @@ impl<D: NodeDriver> NodeState<D> {
                 uid: cluster.node_uid,
             },
             runtime: RuntimeCheck::new(options.runtime, options.paths.driver.clone()),
+            containers: None,
             paths: options.paths,
             store: Arc::new(store),
             prepared_claims: Versioned::new(prepared_claims),
@@ -462,17 +465,26 @@ impl<D: NodeDriver> NodeState<D> {
             }
             _ => {}
         }
-        let listed = self.current(containers);
+        let asks_runtime = match &planned {
+            Ok((_, steps)) => {
+                taken(steps).any(|name| self.device(name).is_some_and(|device| !device.is_shared()))
+            }
+            Err(refusal) => matches!(refusal, Refusal::Held { .. } | Refusal::InContainer { .. }),
+        };
+        let listed = if asks_runtime {
+            self.list_containers(containers).await
+        } else {
+            None
+        };
         let (uid, steps) = match planned {
             Ok(planned) => planned,
             Err(refusal) => {
                 let named = self.runtime.name_container(refusal, &self.inventory, listed);
-                return Err(named.await.into());
+                return Err(named.into());
             }
         };
         self.orphans.change().forget(&uid);
-        self.check_containers_lack(taken(&steps), Some(&uid), listed)
-            .await?;
+        self.check_containers_lack(taken(&steps), Some(&uid), listed)?;
         for device in taken(&steps) {
             self.driver.check_unused(device).await?;
         }
@@ -613,6 +625,7 @@ impl<D: NodeDriver> NodeState<D> {
                     if !Arc::ptr_eq(&found, &self.devices) {
                         self.check_nodes_of(uid, &found)?;
                     }
+                    self.check_new_numbers(uid, &found).await?;
                     self.prepared_claims
                         .change()
                         .set_container_edits(uid, container_edits, &found);
@@ -833,23 +846,63 @@ impl<D: NodeDriver> NodeState<D> {
         })
     }
 
-    /// The containers that a caller has listed, if the list still counts.
-    fn current(&self, listed: Option<&ListedContainers>) -> Option<Result<Arc<RuntimeContainers>, String>> {
+    /// The containers: those that the caller has listed or the last ones listed here, if that list still counts, else those of a query. Many
+    /// requests may have waited in the queue until their lists no longer count. `None` without a container runtime.
+    async fn list_containers(
+        &mut self,
+        listed: Option<&ListedContainers>,
+    ) -> Option<Result<Arc<RuntimeContainers>, String>> {
         let released = *self.backend.released.borrow();
-        let listed = listed.filter(|listed| listed.is_current(released))?;
-        Some(listed.containers.clone())
+        let own = self.containers.as_ref().filter(|own| own.is_recent());
+        let mut listed = listed.into_iter().chain(own);
+        if let Some(current) = listed.find(|listed| listed.is_current(released)) {
+            return Some(current.containers.clone());
+        }
+        let listed = ListedContainers::list(&*self.runtime.runtime()?, released).await;
+        let containers = listed.containers.clone();
+        self.containers = Some(listed);
+        Some(containers)
     }
 
-    /// Refuses a claim, or a starting container if `claim` is `None`, the devices that another container still has. `listed` are the
-    /// containers, if the caller has listed them.
-    async fn check_containers_lack<'a>(
+    /// Refuses a claim the numbers that its exclusive devices have got since the container runtime was asked, if a container without the claim
+    /// has one of them.
+    async fn check_new_numbers(&mut self, uid: &ClaimUid, found: &Devices) -> Result<(), ServiceError> {
+        let entry = self.prepared_claims.entry(uid);
+        let entry = entry.filter(|entry| entry.boot_id == self.prepared_claims.boot_id());
+        let renumbered = |held: &HeldDevice| {
+            let device = found.get(&held.device)?;
+            if device.is_shared() || held.numbers.is_empty() {
+                return None;
+            }
+            let numbers = device.device_numbers.iter().copied();
+            let new: Vec<_> = numbers.filter(|number| !held.numbers.contains(number)).collect();
+            (!new.is_empty()).then(|| Device {
+                device_numbers: new.into(),
+                ..device.clone()
+            })
+        };
+        let held = entry.into_iter().flat_map(Entry::held_devices);
+        let renumbered: Vec<Device> = held.filter_map(renumbered).collect();
+        if renumbered.is_empty() {
+            return Ok(());
+        }
+        let driver = &self.paths.driver.clone();
+        let listed = self.list_containers(None).await;
+        let others = listed.map(|listed| listed.map(|all| Arc::new(all.without_claim(driver, uid))));
+        let devices: Vec<&Device> = renumbered.iter().collect();
+        Ok(self.runtime.check_unused(&devices, Some(uid), others)?)
+    }
+
+    /// Refuses a claim, or a starting container if `claim` is `None`, the devices that another container still has. `listed` is `None` without
+    /// a container runtime.
+    fn check_containers_lack<'a>(
         &self,
         names: impl Iterator<Item = &'a str>,
         claim: Option<&ClaimUid>,
         listed: Option<Result<Arc<RuntimeContainers>, String>>,
     ) -> Result<(), ServiceError> {
         let devices: Vec<_> = names.filter_map(|name| self.device(name)).collect();
-        Ok(self.runtime.check_unused(&devices, claim, listed).await?)
+        Ok(self.runtime.check_unused(&devices, claim, listed)?)
     }
 
     /// Schedules a check of a device's holders, because another claim needs it: they are about to end, or kubelet has lost them.

@@ -5,7 +5,7 @@ use crate::discovery::host::{Host, int, text};
 /// A server: a graphics card with its audio function in one IOMMU group, a card with two functions bound to VFIO, and an NVMe disk.
 const SERVER: &str = "
 /devices/pci0000:16/0000:16:00.0 subsystem=pci vendor=0x8086 device=0x347a class=0x060400 driver=pcieport numa_node=0 iommu_group=20
-/devices/pci0000:16/0000:16:00.0/0000:17:00.0 subsystem=pci vendor=0x10de device=0x1eb8 class=0x030000 driver=nouveau numa_node=0 iommu_group=40 current_link_width=16
+/devices/pci0000:16/0000:16:00.0/0000:17:00.0 subsystem=pci vendor=0x10de device=0x1eb8 class=0x030000 driver=nouveau numa_node=0 iommu_group=40
 /devices/pci0000:16/0000:16:00.0/0000:17:00.0/drm/card1 subsystem=drm node=c226:1:dri/card1
 /devices/pci0000:16/0000:16:00.0/0000:17:00.0/drm/renderD128 subsystem=drm node=c226:128:dri/renderD128
 /devices/pci0000:16/0000:16:00.0/0000:17:00.1 subsystem=pci vendor=0x10de device=0x10f8 class=0x040300 driver=snd_hda_intel numa_node=0 iommu_group=40
@@ -22,10 +22,15 @@ fn server() -> Option<Host> {
     let host = Host::with(SERVER)?;
     host.character("vfio/vfio", 10, 196);
     host.character("vfio/73", 511, 1);
-    host.write_sysfs(
-        "devices/pci0000:64/0000:64:00.0/0000:65:00.0/current_link_speed",
-        "8.0 GT/s PCIe",
-    );
+    let port = "devices/pci0000:64/0000:64:00.0";
+    for (file, of_port, of_device) in [
+        ("max_link_speed", "8.0 GT/s PCIe", "16.0 GT/s PCIe"),
+        ("max_link_width", "16", "8"),
+        ("current_link_speed", "2.5 GT/s PCIe", "2.5 GT/s PCIe"),
+    ] {
+        host.write_sysfs(&format!("{port}/{file}"), of_port);
+        host.write_sysfs(&format!("{port}/0000:65:00.0/{file}"), of_device);
+    }
     Some(host)
 }
 
@@ -57,7 +62,9 @@ async fn an_iommu_group_is_one_device_with_the_nodes_its_user_opens() {
         assert_eq!(text(device, name), value, "{name}");
     }
     assert_eq!(int(device, "drayman.dev/numaNode"), Some(1));
+    // The lower value of device and port.
     assert_eq!(int(device, "drayman.dev/linkSpeed"), Some(8000));
+    assert_eq!(int(device, "drayman.dev/linkWidth"), Some(8));
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use drayman::api::proto::MAX_REQUEST;
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
-use drayman::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesRequest};
+use drayman::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesRequest, NodeUnprepareResourcesRequest};
 use drayman::node::kubelet::transport::MAX_CONNECTIONS;
 use prost::Message;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -115,7 +115,7 @@ async fn an_invalid_message_is_refused_and_the_connection_lives() {
 }
 
 #[tokio::test]
-async fn more_claims_than_the_limit_are_refused() {
+async fn more_claims_than_the_limit_are_unprepared_only() {
     let dra = DraEndpoint::open().await;
     let mut client = NodeClient::new(channel(&dra.service()).await);
     let most = (0..1024).map(|index| claim(index.to_string()));
@@ -134,6 +134,11 @@ async fn more_claims_than_the_limit_are_refused() {
         .unwrap()
         .into_inner();
     assert_eq!(answer.claims.len(), 1024);
+    // Kubelet calls it also after a Prepare that was refused, and does not end the pod before it succeeds.
+    let all = (0..1025).map(|index| claim(index.to_string())).collect();
+    let request = NodeUnprepareResourcesRequest { claims: all };
+    let answer = soon(client.node_unprepare_resources(request)).await.unwrap();
+    assert_eq!(answer.into_inner().claims.len(), 1025);
     dra.close().await;
 }
 

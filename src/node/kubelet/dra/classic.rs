@@ -3,7 +3,7 @@
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
-use super::structured::{check_claims, no_uid, unprepare};
+use super::structured::{check_claims, check_count, no_uid, unprepare};
 use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::dra_v1alpha2 as v1alpha2;
 use crate::api::proto::dra_v1alpha3 as v1alpha3;
@@ -42,6 +42,7 @@ impl v1alpha3::node_server::Node for DraService {
         request: Request<v1alpha3::NodePrepareResourcesRequest>,
     ) -> Result<Response<v1alpha3::NodePrepareResourcesResponse>, Status> {
         let claims = request.into_inner().claims;
+        check_count(claims.len())?;
         check_claims(claims.iter().map(id))?;
         let asked = claims.len();
         let to_prepare = claims.iter().cloned().map(to_prepare).collect();

@@ -78,6 +78,7 @@ struct DraPlugin {
 impl DraPlugin {
     /// Prepares claims; one answer each, in order. A claim that fails does not affect the others.
     async fn prepare(&self, claims: Vec<v1::Claim>) -> Result<Vec<v1::NodePrepareResourcesEntry>, Status> {
+        check_count(claims.len())?;
         check_claims(claims.iter().map(id))?;
         let deadline = Instant::now() + READS_TIMEOUT;
         let reads = claims.iter().cloned().map(|claim| {
@@ -170,16 +171,20 @@ pub(super) async fn unprepare(
     })
 }
 
-/// Rejects a call with too many claims, a missing uid or a duplicate uid. `claims` are namespace, name and uid of each.
-pub(super) fn check_claims<'a>(
-    claims: impl ExactSizeIterator<Item = (&'a str, &'a str, &'a str)>,
-) -> Result<(), Status> {
-    let count = claims.len();
-    if count > MAX_CLAIMS {
+/// Rejects a Prepare of too many claims. An Unprepare may name more: those of a Prepare that was rejected, or of several.
+pub(super) fn check_count(claims: usize) -> Result<(), Status> {
+    if claims > MAX_CLAIMS {
         return Err(refused(format!(
-            "{count} claims in one call, at most {MAX_CLAIMS} are allowed"
+            "{claims} claims in one call, at most {MAX_CLAIMS} are allowed"
         )));
     }
+    Ok(())
+}
+
+/// Rejects a call with a missing uid or a duplicate uid. `claims` are namespace, name and uid of each.
+pub(super) fn check_claims<'a>(
+    claims: impl Iterator<Item = (&'a str, &'a str, &'a str)>,
+) -> Result<(), Status> {
     let mut uids = BTreeSet::new();
     for (namespace, name, uid) in claims {
         if uid.is_empty() {
@@ -260,7 +265,7 @@ impl v1beta1::dra_plugin_server::DraPlugin for DraPlugin {
     }
 }
 
-/// Reads claims.
+/// A client of the API server, with a limit of reads at once.
 #[derive(Clone)]
 pub struct ClaimReader {
     client: Client,
@@ -329,7 +334,7 @@ impl ClaimReader {
         }
     }
 
-    /// The driver's results in the allocation of a claim: one read of the claim, without a deadline.
+    /// Reads the claim once, and returns the driver's results in its allocation. The caller sets the deadline.
     pub async fn read(
         &self,
         namespace: &str,

@@ -258,12 +258,14 @@ pub(in crate::node::state) async fn begin(
 pub(in crate::node::state) struct Runtime(
     pub(in crate::node::state) Mutex<RuntimeContainers>,
     pub(in crate::node::state) AtomicBool,
+    pub(in crate::node::state) AtomicUsize,
 );
 
 impl ContainerRuntime for Runtime {
     fn list_containers(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
         let seen = self.0.lock().unwrap().clone();
         let fails = self.1.load(Ordering::SeqCst);
+        self.2.fetch_add(1, Ordering::SeqCst);
         Box::pin(async move {
             if fails {
                 return Err("no answer within 5 s".to_owned());

@@ -182,6 +182,44 @@ async fn a_list_of_containers_counts_until_a_claim_is_released() {
     run.end().await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn an_outdated_list_is_replaced_once() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    driver.say_numbered(&[("x", 6), ("y", 7)], "test", Mode::Claims);
+    let runtime = Arc::new(Runtime::default());
+    let (run, orphan_check) = run(root.path(), &driver, &runtime).await;
+    let outdated = run.handle.list_containers().await;
+    tokio::time::advance(Duration::from_secs(2)).await;
+    let queries = runtime.2.load(Ordering::SeqCst);
+    let claims = vec![claim(A, &["x"]), claim(B, &["y"])];
+    for answer in run.handle.prepare(claims, outdated).await {
+        answer.unwrap();
+    }
+    assert_eq!(runtime.2.load(Ordering::SeqCst), queries + 1);
+    orphan_check.abort();
+    let _ = orphan_check.await;
+    run.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_does_not_get_a_number_that_a_container_has() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
+    let runtime = Arc::new(Runtime::default());
+    let (run, orphan_check) = run(root.path(), &driver, &runtime).await;
+    run.prepare(A, &["x"]).await.unwrap();
+    let mut own = container(7);
+    own.given.cdi_devices = [format!("drayman.dev/claim={A}")].into();
+    *runtime.0.lock().unwrap() = RuntimeContainers(vec![own.clone(), container(7)]);
+    driver.say_numbered(&[("x", 7)], "test", Mode::Claims);
+    until_files(root.path(), &[]).await;
+    *runtime.0.lock().unwrap() = RuntimeContainers(vec![own]);
+    until_files(root.path(), &[file(A)]).await;
+    orphan_check.abort();
+    let _ = orphan_check.await;
+    run.end().await;
+}
+
 #[tokio::test]
 async fn a_claim_that_waited_for_kubelet_has_its_callers_list() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
