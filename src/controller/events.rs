@@ -1,6 +1,6 @@
 //! Writes reports as Events on the objects that they concern, with the driver as reporting controller. [`crate::core::claims`] makes them:
 //! `context` on pods, and on the claim or class at fault; `claim` and `transaction` on claims; `state` if a driver finds a recorded
-//! allocation wrong (`found`) or cannot deallocate a claim of a transaction (`item_answered`), if writes stay without an answer
+//! allocation wrong (`found`) or cannot deallocate a claim of a transaction (`item_answered`), if writes stay without a clear answer
 //! (`report_unclear`), or if a class names the driver in upper case (`see_class`). A driver's error brings its own reason and text;
 //! `cli::observe::reasons` lists those of the built-in driver.
 

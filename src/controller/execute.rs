@@ -216,9 +216,7 @@ impl<D: Driver> Executor<D> {
             Command::CallDriver { id, request } => {
                 let observed = self.observations.processed();
                 self.answer_unless_closed(id, async move {
-                    // They are never processed if the driver has failed.
-                    shared.fence.unless_closed(observed).await?;
-                    let made = call(shared.clone(), request);
+                    let made = call(shared.clone(), observed, request);
                     shared.calls.run(&shared.fence, made).await
                 });
             }
@@ -264,6 +262,17 @@ impl<D: Driver> Executor<D> {
 }
 
 impl<D: Driver> ExecutorInner<D> {
+    /// Waits for the observations before a call. They are never processed if the driver has failed; the call is then not made.
+    async fn processed(&self, observed: impl Future<Output = ()>) -> Result<(), CallError> {
+        let processed = self.fence.unless_closed(observed).await;
+        processed.ok_or_else(|| CallError {
+            kind: CallErrorKind::TimedOut,
+            subject: CallErrorSubject::Call,
+            reason: "DriverTimeout",
+            message: ENDS.to_owned(),
+        })
+    }
+
     async fn read_pod(&self, key: &ObjectKey) -> Result<Option<Arc<Pod>>, String> {
         let api = Api::<Kept<Pod>>::namespaced(self.client.clone(), &key.namespace);
         self.read(api.get_opt(&key.name)).await
@@ -415,11 +424,16 @@ async fn ready<D: Driver>(shared: &Arc<ExecutorInner<D>>) {
 }
 
 /// Calls the driver with a time limit in a separate task, so that a panic or a hang affects only this call.
-async fn call<D: Driver>(shared: Arc<ExecutorInner<D>>, request: DriverRequest) -> Answer {
+async fn call<D: Driver>(
+    shared: Arc<ExecutorInner<D>>,
+    observed: impl Future<Output = ()> + Send + 'static,
+    request: DriverRequest,
+) -> Answer {
     let (timeout, driver) = (shared.options.call_timeout, shared.options.driver.clone());
     match request {
         DriverRequest::UnsuitableNodes { pod, claims, nodes } => Answer::Evaluated(
             limited(timeout, async move {
+                shared.processed(observed).await?;
                 let requests = shared.requests(claims).await?;
                 let answer = driver.unsuitable_nodes(&pod, &requests, &nodes).await;
                 answer.map_err(|error| request_error(error, &requests))
@@ -428,6 +442,7 @@ async fn call<D: Driver>(shared: Arc<ExecutorInner<D>>, request: DriverRequest) 
         ),
         DriverRequest::Allocate { claims, node } => Answer::Allocated(
             limited(timeout, async move {
+                shared.processed(observed).await?;
                 let requests = shared.requests(claims).await?;
                 let answer = driver.allocate(&requests, node.as_deref()).await;
                 answer.map_err(|error| request_error(error, &requests))
@@ -436,6 +451,7 @@ async fn call<D: Driver>(shared: Arc<ExecutorInner<D>>, request: DriverRequest) 
         ),
         DriverRequest::Deallocate { claim, allocation } => Answer::Deallocated(
             limited(timeout, async move {
+                shared.processed(observed).await?;
                 let deallocation = Deallocation::new(&claim).allocation(allocation.as_ref());
                 let answer = driver.deallocate(deallocation).await;
                 answer.map_err(|error| {

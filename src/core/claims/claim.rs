@@ -54,7 +54,7 @@ pub(super) enum ClaimPhase {
     RemovingFinalizer,
     /// Reading the pod of a wrong allocation, or rolling the allocation back.
     RollingBack,
-    /// The last write was refused or had an unknown outcome: read the claim before anything else.
+    /// The last write was not stored, or its outcome is unknown: read the claim before anything else.
     Unconfirmed {
         /// The server's message, for a report if the claim still exists.
         refusal: Option<String>,
@@ -606,7 +606,7 @@ impl Claim {
         }
     }
 
-    /// A write that may have to be repeated, which is reported if that lasts.
+    /// Handles a write that may have to be repeated, and reports it if that lasts.
     fn not_stored_yet(&mut self, message: String) -> Vec<ClaimAction> {
         let is_lasting = self.backoff.failures() >= WRITES_BEFORE_REPORT;
         self.unconfirmed(is_lasting.then_some(message))

@@ -12,7 +12,7 @@ use super::statistics::QueueStatistics;
 /// How long a woken pod may take before the next one is woken as well. The scheduler's own backoff is 1 to 10 s.
 pub(super) const WAKE_UP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How many consecutive writes with an unknown outcome are tolerated before an Event reports them. A single lost answer is no problem for a
+/// How many consecutive writes that a busy server rejects, or with an unknown outcome, are tolerated before an Event reports them. A single lost answer is no problem for a
 /// user, but a failing webhook makes every write fail.
 pub(super) const WRITES_BEFORE_REPORT: u32 = 3;
 

@@ -89,7 +89,7 @@ enum ItemPhase {
     Waiting,
     /// A write or a call is pending.
     Pending,
-    /// The last write was refused or had an unknown outcome: read the claim before anything else.
+    /// The last write was not stored, or its outcome is unknown: read the claim before anything else.
     Unconfirmed {
         /// Why the write was refused. An earlier write with an unknown outcome may still have been stored.
         refusal: Option<String>,
