@@ -21,7 +21,7 @@ pub(super) fn name_of(node: &Node) -> &str {
     node.metadata.name.as_deref().unwrap_or_default()
 }
 
-/// Checks the inventories of `driver` and, if they are known, compares them with the cluster's nodes.
+/// Checks the inventories of `driver`, and compares them with the cluster's nodes if those are known.
 pub fn inventories(
     driver: &str,
     inventories: &[NodeInventory],

@@ -28,7 +28,7 @@ pub struct Gate {
     pub without: &'static str,
 }
 
-/// Why companions do without a gate: the version is too early, or the API server says that the gate is off. `None` if they use it.
+/// Why companions do without a gate: the version is too early, or the API server says that the gate is off.
 pub fn why_unused(gate: Gate, answer: &GateState, minor: Option<u32>) -> Option<String> {
     if is_early(minor) {
         return Some(too_early(gate));

@@ -365,21 +365,33 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
         let gates: String = input.unused_gates.iter().map(after).collect();
         let requests = nodes.values().flatten().flat_map(|report| &report.requests);
         let mut matching = requests.flat_map(|request| &request.matching);
+        let (of_excluded, place) = if nodes.values().any(Result::is_err) {
+            let reasons = "the pod cannot use some of these nodes, for the reasons shown; ";
+            (reasons, "on the others")
+        } else {
+            ("", "on any of these nodes")
+        };
         let fix = if matching.any(|(_, state)| matches!(state, Availability::Held(_))) {
             "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
              one (drayman devices), add a node, or request less"
-        } else if nodes.values().any(Result::is_err) {
-            "the reasons of the nodes name the cause; if it is another claim of the pod, see what to do about that one"
+                .to_owned()
+        } else if total > 0 && nodes.values().all(Result::is_err) {
+            "the reasons of the nodes name the cause; if it is another claim of the pod, see what to do about that one".to_owned()
         } else if nodes.values().flatten().all(NodeReport::is_without_driver) {
-            "no driver offers devices on any of these nodes: `drayman doctor`, with the rights of an operator, names the cause"
+            format!(
+                "{of_excluded}no driver offers devices {place}: `drayman doctor`, with the rights of an operator, names the cause"
+            )
         } else {
-            "no device that the claim wants is held, so waiting may not help: compare the claim with the devices (drayman devices -o wide), \
-             and create it and its pod again with another request; the scheduler tries again as soon as a device is added or repaired"
+            format!(
+                "{of_excluded}no device that the claim wants is held {place}, so waiting may not help: compare the claim with the devices \
+                 (drayman devices -o wide), and create it and its pod again with another request; the scheduler tries again as soon as a \
+                 device is added or repaired"
+            )
         };
         return (
             ClaimStep::WaitsForDevice,
             format!("none of {total} nodes can serve it now{gates}"),
-            fix.into(),
+            fix,
         );
     }
     let doubt = if input.of_one_namespace {

@@ -5,8 +5,8 @@ use k8s_openapi::api::core::v1::{Node, Taint, Toleration};
 use crate::cli::objects::PartialPod;
 use crate::core::scheduler::node_matches;
 
-/// Returns why the scheduler tries no claim of the pod on a node, by the pod's node selector, required node affinity and tolerations. Filters
-/// that depend on other pods and on volumes are not evaluated.
+/// Returns why the scheduler does not consider a node for the pod's claims, by the pod's node selector, required node affinity and tolerations.
+/// Filters that depend on other pods and on volumes are not evaluated.
 pub(super) fn rejection(pod: &PartialPod, node: &Node) -> Option<String> {
     let spec = pod.spec.as_ref()?;
     let labels = node.metadata.labels.as_ref();

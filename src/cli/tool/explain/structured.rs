@@ -214,7 +214,7 @@ mod tests {
         };
         let found = of_server(server.clone()).await;
         assert_eq!(found["step"], "WaitsForDevice", "{found}");
-        let advice = "the reasons of the nodes name the cause";
+        let advice = "the pod cannot use some of these nodes, for the reasons shown; no driver offers devices on the others";
         assert!(found["advice"].as_str().unwrap().starts_with(advice), "{found}");
         let reason = "it has the taint busy:NoSchedule, which the pod does not tolerate";
         assert_eq!(found["nodes"][0]["reason"], reason, "{found}");
