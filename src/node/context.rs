@@ -1,5 +1,6 @@
 //! Shared context of the tasks that call the API server.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -10,8 +11,8 @@ use crate::core::names::DriverName;
 use crate::node::metrics::Metrics;
 use crate::node::rate_limit::RateLimit;
 
-/// Events about its devices that a node writes at once, and the interval of further ones. These are client-go's limits for the Events about one object. A device
-/// with a loose contact changes each second.
+/// Events of one reason that a node writes at once, and the interval of further ones: client-go's limits for the Events about an object. A
+/// device with a loose contact changes each second.
 const EVENT_BURST: u32 = 25;
 const EVENT_INTERVAL: Duration = Duration::from_secs(300);
 
@@ -26,24 +27,21 @@ pub struct NodeContext {
     pub node_name: String,
     /// Counts slices, writes and events.
     pub metrics: Arc<Metrics>,
-    /// Limits the Events about devices.
+    /// Limits the Events of each reason.
     pub events: EventLimit,
 }
 
-/// The limit of the Events about devices of a node.
-#[derive(Clone, Debug)]
-pub struct EventLimit(Arc<Mutex<RateLimit>>);
-
-impl Default for EventLimit {
-    fn default() -> Self {
-        Self(Arc::new(Mutex::new(RateLimit::new(EVENT_BURST, EVENT_INTERVAL))))
-    }
-}
+/// The limit of a node's Events of each reason.
+#[derive(Clone, Debug, Default)]
+pub struct EventLimit(Arc<Mutex<BTreeMap<&'static str, RateLimit>>>);
 
 impl EventLimit {
-    /// Whether an Event may be written now. If so, it counts.
-    pub(in crate::node) fn take(&self) -> bool {
-        let mut limit = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Whether an Event of this reason may be written now. If so, it counts.
+    pub(in crate::node) fn take(&self, reason: &'static str) -> bool {
+        let mut limits = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let limit = limits
+            .entry(reason)
+            .or_insert_with(|| RateLimit::new(EVENT_BURST, EVENT_INTERVAL));
         let is_due = limit.due() <= Instant::now();
         if is_due {
             limit.take();

@@ -1,4 +1,4 @@
-//! A limit of calls per time.
+//! Limits the rate of calls.
 
 use std::time::Duration;
 

@@ -147,29 +147,22 @@ pub struct ListedContainers {
     pub containers: Result<Arc<RuntimeContainers>, String>,
     /// The count of releases when the list was requested.
     released: u64,
-    /// When the list was requested, or the error arrived.
+    /// When the list was requested.
     pub at: Instant,
 }
 
 impl ListedContainers {
     /// Lists the containers. `released` is the count of releases now.
     pub async fn list(runtime: &dyn ContainerRuntime, released: u64) -> Self {
-        let requested = Instant::now();
-        let containers = runtime.list_containers().await;
-        // A silent runtime takes seconds to fail.
-        let at = if containers.is_ok() {
-            requested
-        } else {
-            Instant::now()
-        };
+        let at = Instant::now();
         Self {
-            containers,
+            containers: runtime.list_containers().await,
             released,
             at,
         }
     }
 
-    /// Whether it was requested, or failed, within the last second.
+    /// Whether it was requested within the last second.
     pub fn is_recent(&self) -> bool {
         self.at.elapsed() < LIST_MAX_AGE
     }

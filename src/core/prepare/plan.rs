@@ -152,7 +152,7 @@ pub fn of_results(results: &[DeviceResult], node_name: &str) -> Result<Vec<HeldD
 }
 
 /// The devices that a plan newly takes, without those with admin access.
-pub fn taken(steps: &[PlanStep]) -> impl Iterator<Item = &str> {
+pub fn taken(steps: &[PlanStep]) -> impl Iterator<Item = &str> + Clone {
     let changes = steps.iter().flat_map(|step| match step {
         PlanStep::Save(changes) => changes.as_slice(),
         _ => &[],

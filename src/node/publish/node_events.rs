@@ -30,7 +30,7 @@ impl NodeContext {
     pub(super) async fn write_events(&self, node_uid: Option<&str>, events: &[DeviceEvent]) {
         for event in events {
             info!(reason = event.reason, "{}", event.note);
-            if !self.events.take() {
+            if !self.events.take(event.reason) {
                 continue;
             }
             self.metrics.event(event.reason);
@@ -129,6 +129,12 @@ mod tests {
             assert_eq!(written.load(Ordering::Relaxed), expected);
             tokio::time::advance(Duration::from_secs(300)).await;
         }
+        let of_another_reason = DeviceEvent {
+            reason: "KubeletTooOld",
+            ..event
+        };
+        context.write_events(None, &[of_another_reason]).await;
+        assert_eq!(written.load(Ordering::Relaxed), 27);
     }
 
     #[test]

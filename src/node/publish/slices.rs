@@ -2,9 +2,9 @@
 //!
 //! Writes are sent one at a time, each only if a stored slice differs from the desired one. An idle node reads and writes nothing besides
 //! its watch, which reports deleted slices. Kubelet deletes them when it restarts, or when the companion is away for more than 30 seconds;
-//! the garbage collector deletes them after the Node. A companion that stops deletes nothing, so a restart within that time keeps the pool. If the API server drops a
-//! feature that a device needs, dry runs find out whether it still does. A kubelet that cannot prepare claims gets an empty pool, because
-//! it would start pods without their devices.
+//! the garbage collector deletes them after the Node. A companion that stops deletes nothing, so a restart within that time keeps the pool.
+//! If the API server drops a feature that a device needs, dry runs find out whether it still does. A kubelet that cannot prepare claims gets
+//! an empty pool, because it would start pods without their devices.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;

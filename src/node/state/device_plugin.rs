@@ -103,8 +103,8 @@ impl<D: NodeDriver> NodeState<D> {
         };
         let (is_health_checked, passes_nodes) = (config.pre_start_check, !config.cdi_devices);
         let names: BTreeSet<&str> = devices.iter().map(|id| device_of_plugin_id(id)).collect();
-        let listed = self.list_containers(containers).await;
-        self.check_containers_lack(names.iter().copied(), None, listed)?;
+        self.check_containers_lack(names.iter().copied(), None, containers)
+            .await?;
         if !is_health_checked {
             return Ok(());
         }

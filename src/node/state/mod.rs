@@ -465,26 +465,18 @@ impl<D: NodeDriver> NodeState<D> {
             }
             _ => {}
         }
-        let asks_runtime = match &planned {
-            Ok((_, steps)) => {
-                taken(steps).any(|name| self.device(name).is_some_and(|device| !device.is_shared()))
-            }
-            Err(refusal) => matches!(refusal, Refusal::Held { .. } | Refusal::InContainer { .. }),
-        };
-        let listed = if asks_runtime {
-            self.list_containers(containers).await
-        } else {
-            None
-        };
         let (uid, steps) = match planned {
             Ok(planned) => planned,
-            Err(refusal) => {
+            Err(refusal @ (Refusal::Held { .. } | Refusal::InContainer { .. })) => {
+                let listed = self.list_containers(containers).await;
                 let named = self.runtime.name_container(refusal, &self.inventory, listed);
                 return Err(named.into());
             }
+            Err(refusal) => return Err(refusal.into()),
         };
         self.orphans.change().forget(&uid);
-        self.check_containers_lack(taken(&steps), Some(&uid), listed)?;
+        self.check_containers_lack(taken(&steps), Some(&uid), containers)
+            .await?;
         for device in taken(&steps) {
             self.driver.check_unused(device).await?;
         }
@@ -620,12 +612,19 @@ impl<D: NodeDriver> NodeState<D> {
                     let entry = self.prepared_claims.entry(uid);
                     let structured = entry.is_some_and(Entry::is_structured);
                     self.check_nodes_of(uid, &self.devices)?;
-                    let container_edits = self.driver.prepare(&self.prepared_claim(uid), structured).await?;
-                    let found = self.found.borrow().clone();
-                    if !Arc::ptr_eq(&found, &self.devices) {
-                        self.check_nodes_of(uid, &found)?;
-                    }
-                    self.check_new_numbers(uid, &found).await?;
+                    let (container_edits, found) = loop {
+                        let container_edits =
+                            self.driver.prepare(&self.prepared_claim(uid), structured).await?;
+                        let found = self.found.borrow().clone();
+                        if !Arc::ptr_eq(&found, &self.devices) {
+                            self.check_nodes_of(uid, &found)?;
+                        }
+                        self.check_new_numbers(uid, &found).await?;
+                        // The devices may have changed while the container runtime was asked, at most once a second.
+                        if Arc::ptr_eq(&found, &self.found.borrow()) {
+                            break (container_edits, found);
+                        }
+                    };
                     self.prepared_claims
                         .change()
                         .set_container_edits(uid, container_edits, &found);
@@ -858,14 +857,15 @@ impl<D: NodeDriver> NodeState<D> {
         if let Some(current) = listed.find(|listed| listed.is_current(released)) {
             return Some(current.containers.clone());
         }
-        let listed = ListedContainers::list(&*self.runtime.runtime()?, released).await;
+        let mut listed = ListedContainers::list(&*self.runtime.runtime()?, released).await;
+        // Meanwhile no container has got a device from here, and a slow runtime must not be asked for each claim.
+        listed.at = Instant::now();
         let containers = listed.containers.clone();
         self.containers = Some(listed);
         Some(containers)
     }
 
-    /// Refuses a claim the numbers that its exclusive devices have got since the container runtime was asked, if a container without the claim
-    /// has one of them.
+    /// Refuses a claim if a container without it has a number that is new for one of its exclusive devices.
     async fn check_new_numbers(&mut self, uid: &ClaimUid, found: &Devices) -> Result<(), ServiceError> {
         let entry = self.prepared_claims.entry(uid);
         let entry = entry.filter(|entry| entry.boot_id == self.prepared_claims.boot_id());
@@ -893,14 +893,19 @@ impl<D: NodeDriver> NodeState<D> {
         Ok(self.runtime.check_unused(&devices, Some(uid), others)?)
     }
 
-    /// Refuses a claim, or a starting container if `claim` is `None`, the devices that another container still has. `listed` is `None` without
-    /// a container runtime.
-    fn check_containers_lack<'a>(
-        &self,
-        names: impl Iterator<Item = &'a str>,
+    /// Refuses a claim, or a starting container if `claim` is `None`, the exclusive devices that another container still has. `containers` are
+    /// those that the caller has listed.
+    async fn check_containers_lack<'a>(
+        &mut self,
+        names: impl Iterator<Item = &'a str> + Clone,
         claim: Option<&ClaimUid>,
-        listed: Option<Result<Arc<RuntimeContainers>, String>>,
+        containers: Option<&ListedContainers>,
     ) -> Result<(), ServiceError> {
+        let is_exclusive = |name| self.device(name).is_some_and(|device| !device.is_shared());
+        if !names.clone().any(is_exclusive) {
+            return Ok(());
+        }
+        let listed = self.list_containers(containers).await;
         let devices: Vec<_> = names.filter_map(|name| self.device(name)).collect();
         Ok(self.runtime.check_unused(&devices, claim, listed)?)
     }

@@ -134,7 +134,7 @@ async fn more_claims_than_the_limit_are_unprepared_only() {
         .unwrap()
         .into_inner();
     assert_eq!(answer.claims.len(), 1024);
-    // Kubelet calls it also after a Prepare that was refused, and does not end the pod before it succeeds.
+    // Kubelet also calls it after a Prepare that was refused, and does not end the pod before it succeeds.
     let all = (0..1025).map(|index| claim(index.to_string())).collect();
     let request = NodeUnprepareResourcesRequest { claims: all };
     let answer = soon(client.node_unprepare_resources(request)).await.unwrap();

@@ -171,7 +171,7 @@ pub(super) async fn unprepare(
     })
 }
 
-/// Rejects a Prepare of too many claims. An Unprepare may name more: those of a Prepare that was rejected, or of several.
+/// Rejects a Prepare of too many claims. An Unprepare may name more: the claims of a rejected Prepare, or of several.
 pub(super) fn check_count(claims: usize) -> Result<(), Status> {
     if claims > MAX_CLAIMS {
         return Err(refused(format!(

@@ -253,12 +253,13 @@ pub(in crate::node::state) async fn begin(
     begin_with(root, boot_id, driver, kubelet, None).await
 }
 
-/// A container runtime whose view is defined by the test, and whether it fails.
+/// A container runtime whose view is defined by the test, whether it fails, the number of its answers, and their delay.
 #[derive(Debug, Default)]
 pub(in crate::node::state) struct Runtime(
     pub(in crate::node::state) Mutex<RuntimeContainers>,
     pub(in crate::node::state) AtomicBool,
     pub(in crate::node::state) AtomicUsize,
+    pub(in crate::node::state) Mutex<Duration>,
 );
 
 impl ContainerRuntime for Runtime {
@@ -266,7 +267,9 @@ impl ContainerRuntime for Runtime {
         let seen = self.0.lock().unwrap().clone();
         let fails = self.1.load(Ordering::SeqCst);
         self.2.fetch_add(1, Ordering::SeqCst);
+        let delay = *self.3.lock().unwrap();
         Box::pin(async move {
+            tokio::time::sleep(delay).await;
             if fails {
                 return Err("no answer within 5 s".to_owned());
             }

@@ -191,6 +191,7 @@ async fn an_outdated_list_is_replaced_once() {
     let outdated = run.handle.list_containers().await;
     tokio::time::advance(Duration::from_secs(2)).await;
     let queries = runtime.2.load(Ordering::SeqCst);
+    *runtime.3.lock().unwrap() = Duration::from_secs(3);
     let claims = vec![claim(A, &["x"]), claim(B, &["y"])];
     for answer in run.handle.prepare(claims, outdated).await {
         answer.unwrap();
