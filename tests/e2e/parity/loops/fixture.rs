@@ -367,9 +367,13 @@ impl Fixture {
         self.patch("podschedulingcontexts", "pod/status", &status).await
     }
 
+    /// Waits until so many claims are being deleted, and no pod has reserved them: a driver deallocates them only then.
     pub(crate) async fn until_deleting(&self, count: usize) -> anyhow::Result<()> {
         let all = |found: &[Value]| {
-            let going = |claim: &&Value| claim["metadata"]["deletionTimestamp"].is_string();
+            let going = |claim: &&Value| {
+                let reserved = claim["status"]["reservedFor"].as_array();
+                claim["metadata"]["deletionTimestamp"].is_string() && reserved.is_none_or(Vec::is_empty)
+            };
             found.iter().filter(going).count() == count
         };
         self.until("claims are being deleted", "resourceclaims", all)
