@@ -33,6 +33,7 @@ pub use allocated_devices::{AllocatedDevices, AllocatedResult, Usage};
 pub use pools::{DeviceId, Pool, PoolState, all_pools, node_matches, pools};
 pub use quantity::Quantity;
 pub use report::{Availability, NodeReport, RequestReport, report};
+pub use requests::untolerated;
 pub use search::RESULTS_MAX;
 
 /// Evaluates a CEL expression for a device of a driver.

@@ -56,16 +56,20 @@ impl StructuredRequest<'_> {
 impl Alternative<'_> {
     /// The first taint that prevents allocation.
     pub(super) fn taint<'t>(&self, taints: Option<&'t Vec<DeviceTaint>>) -> Option<&'t DeviceTaint> {
-        let mut taints = taints.into_iter().flatten();
-        // The scheduler ignores other effects.
-        taints.find(|taint| {
-            matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute")
-                && !self
-                    .tolerations
-                    .iter()
-                    .any(|toleration| tolerates(toleration, taint))
-        })
+        untolerated(taints.into_iter().flatten(), self.tolerations)
     }
+}
+
+/// The first taint that keeps a pod away. Taints of nodes follow the same rule.
+pub fn untolerated<'t>(
+    mut taints: impl Iterator<Item = &'t DeviceTaint>,
+    tolerations: &[DeviceToleration],
+) -> Option<&'t DeviceTaint> {
+    // The scheduler ignores other effects.
+    taints.find(|taint| {
+        matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute")
+            && !tolerations.iter().any(|toleration| tolerates(toleration, taint))
+    })
 }
 
 fn tolerates(toleration: &DeviceToleration, taint: &DeviceTaint) -> bool {

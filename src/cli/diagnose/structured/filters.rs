@@ -1,9 +1,10 @@
 //! The scheduler's filters of nodes that come before the one for claims.
 
 use k8s_openapi::api::core::v1::{Node, Taint, Toleration};
+use k8s_openapi::api::resource::v1::{DeviceTaint, DeviceToleration};
 
 use crate::cli::objects::PartialPod;
-use crate::core::scheduler::node_matches;
+use crate::core::scheduler::{node_matches, untolerated};
 
 /// Returns why the scheduler does not consider a node for the pod's claims, by the pod's node selector, required node affinity and tolerations.
 /// Filters that depend on other pods and on volumes are not evaluated.
@@ -25,18 +26,17 @@ pub(super) fn rejection(pod: &PartialPod, node: &Node) -> Option<String> {
     {
         return Some("the pod's node selector or node affinity excludes it".to_owned());
     }
-    let tolerations = spec.tolerations.as_deref().unwrap_or_default();
     let node = node.spec.as_ref()?;
     let cordoned = (node.unschedulable == Some(true)).then(|| Taint {
         key: "node.kubernetes.io/unschedulable".to_owned(),
         effect: "NoSchedule".to_owned(),
         ..Taint::default()
     });
-    let mut taints = node.taints.iter().flatten().chain(&cordoned);
-    let taint = taints.find(|taint| {
-        matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute")
-            && !tolerations.iter().any(|toleration| tolerates(toleration, taint))
-    })?;
+    let taints = node.taints.iter().flatten().chain(&cordoned);
+    let taints: Vec<DeviceTaint> = taints.map(as_of_device).collect();
+    let tolerations = spec.tolerations.iter().flatten();
+    let tolerations: Vec<DeviceToleration> = tolerations.map(for_devices).collect();
+    let taint = untolerated(taints.iter(), &tolerations)?;
     let value = taint.value.iter().map(|value| format!("={value}"));
     Some(format!(
         "it has the taint {}{}:{}, which the pod does not tolerate",
@@ -46,18 +46,31 @@ pub(super) fn rejection(pod: &PartialPod, node: &Node) -> Option<String> {
     ))
 }
 
-fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
-    let is =
-        |wanted: Option<&str>, found: &str| wanted.is_none_or(|wanted| wanted.is_empty() || wanted == found);
-    is(toleration.effect.as_deref(), &taint.effect)
-        && is(toleration.key.as_deref(), &taint.key)
-        && match toleration.operator.as_deref().unwrap_or_default() {
-            "" | "Equal" => {
-                toleration.value.as_deref().unwrap_or_default() == taint.value.as_deref().unwrap_or_default()
-            }
-            // `Exists`. Comparisons of numbers, which need a feature gate, are not evaluated.
-            _ => true,
-        }
+fn as_of_device(taint: &Taint) -> DeviceTaint {
+    DeviceTaint {
+        key: taint.key.clone(),
+        value: taint.value.clone(),
+        effect: taint.effect.clone(),
+        time_added: None,
+    }
+}
+
+fn for_devices(toleration: &Toleration) -> DeviceToleration {
+    // Comparisons of numbers, which need a feature gate, are not evaluated.
+    let operator = toleration
+        .operator
+        .clone()
+        .map(|operator| match operator.as_str() {
+            "Lt" | "Gt" => "Exists".to_owned(),
+            _ => operator,
+        });
+    DeviceToleration {
+        key: toleration.key.clone(),
+        operator,
+        value: toleration.value.clone(),
+        effect: toleration.effect.clone(),
+        toleration_seconds: None,
+    }
 }
 
 #[cfg(test)]
