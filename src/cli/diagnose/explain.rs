@@ -289,7 +289,7 @@ pub(super) fn ended(pod: Option<&PartialPod>, users: &[&str]) -> Option<(ClaimSt
     let phase = pod.status.as_ref()?.phase.as_deref()?;
     let uid = pod.metadata.uid.as_deref();
     let is_user = uid.is_some_and(|uid| users.contains(&uid));
-    (matches!(phase, "Succeeded" | "Failed") && !is_user).then(|| {
+    (pod.has_ended() && !is_user).then(|| {
         let because = format!(
             "the pod has {}, and no longer needs the claim",
             phase.to_lowercase()

@@ -67,14 +67,7 @@ mod allocator {
         let mut allocator = allocator(&["d", "e", "f"]);
         let claims =
             [("u", 1), ("v", 3)].map(|(uid, count)| (claim(uid, None), device_requests("test", &[count])));
-        let requested: Vec<_> = claims
-            .iter()
-            .map(|(claim, device_requests)| RequestedClaim {
-                claim,
-                device_requests,
-                suitable_nodes: None,
-            })
-            .collect();
+        let requested = fixture::requested(&claims);
         let allocated = allocator.allocate_within(&requested, Some("a"), &mut WorkBudget::new(NODE_WORK_MAX));
         let answer = allocated.unwrap().answer;
         assert!(
@@ -331,14 +324,7 @@ mod allocate {
             .iter()
             .map(|(uid, counts)| (claim(uid, None), device_requests("test", counts)))
             .collect();
-        let requested: Vec<_> = owned
-            .iter()
-            .map(|(claim, device_requests)| RequestedClaim {
-                claim,
-                device_requests,
-                suitable_nodes: None,
-            })
-            .collect();
+        let requested = fixture::requested(&owned);
         let answers = fixture::allocate(allocator, &requested, node);
         let short = |answer: Result<AllocationResult, AllocateError>| {
             let allocation = answer.map_err(|error| error.to_string())?;
@@ -359,14 +345,7 @@ mod allocate {
             .iter()
             .map(|(uid, counts)| (claim(uid, None), device_requests("test", counts)))
             .collect();
-        let requested: Vec<_> = owned
-            .iter()
-            .map(|(claim, device_requests)| RequestedClaim {
-                claim,
-                device_requests,
-                suitable_nodes: None,
-            })
-            .collect();
+        let requested = fixture::requested(&owned);
         let mut unsuitable = vec![BTreeMap::new(); requested.len()];
         let mut work = WorkBudget::new(NODE_WORK_MAX);
         allocator.unsuitable(&requested, &[node.to_owned()], &mut unsuitable, &mut work);

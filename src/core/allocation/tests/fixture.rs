@@ -78,6 +78,17 @@ pub(crate) fn device_requests(kind: &str, counts: &[u32]) -> DeviceRequests {
     DeviceRequests::new(&class(kind), claim)
 }
 
+/// The claims of one driver call. Each suits all nodes.
+pub(crate) fn requested(claims: &[(ResourceClaim, DeviceRequests)]) -> Vec<RequestedClaim<'_>> {
+    let claims = claims.iter();
+    let requested = claims.map(|(claim, device_requests)| RequestedClaim {
+        claim,
+        device_requests,
+        suitable_nodes: None,
+    });
+    requested.collect()
+}
+
 /// Allocates within the work limit of a driver call. Returns one answer per claim; an error is that of the claim at fault.
 pub(crate) fn allocate(
     allocator: &mut DeviceAllocator,
