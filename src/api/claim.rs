@@ -1,7 +1,7 @@
 //! Claims decoded without the fields that are not read: [`StructuredClaim`] for the commands, [`DecodedClaim`] for the companion.
 //!
-//! The parameters of drivers and their reports about devices are skipped. Users can store many parameters of
-//! 10 KiB each. Decoded, they take many times that, and they can be nested deeper than serde_json reads.
+//! The parameters of drivers and their reports about devices are skipped. Users can store many parameters of 10 KiB each. Decoded,
+//! they take many times that, and they can be nested deeper than serde_json reads.
 
 use std::fmt::Debug;
 

@@ -85,8 +85,8 @@ enum Unrecorded {
 struct WrongAllocation {
     /// Uid of a pod that has a node or is gone. Nothing is rolled back while the claim is reserved for this pod.
     kept_for: Option<String>,
-    /// The context and its uid, if the only problem is that its pod lacks another claim. The problem ends when the pod
-    /// has that claim, or another pod has reserved this one.
+    /// The context and its uid, if the only problem is that its pod lacks another claim. The problem ends when the pod has that
+    /// claim, or another pod has reserved this one.
     incomplete_pod: Option<(ObjectKey, String)>,
 }
 
