@@ -472,10 +472,11 @@ users: [{name: me, user: {token: secret}}]
         std::fs::write(file.path(), GOOD.replace("127.0.0.1:1", &address.to_string())).expect("written");
         let served = tokio::spawn(async move {
             let mut requests = Vec::new();
-            // Collects all requests within 300 ms; a retry would arrive at once or on a new connection.
-            while let Ok(Ok((mut stream, _))) =
-                tokio::time::timeout(Duration::from_millis(300), listener.accept()).await
-            {
+            // Waits for the first request, and collects all others within 300 ms; a retry would arrive at once or on
+            // a new connection.
+            let mut limit = Duration::from_secs(60);
+            while let Ok(Ok((mut stream, _))) = tokio::time::timeout(limit, listener.accept()).await {
+                limit = Duration::from_millis(300);
                 let mut buffer = vec![0; 4096];
                 let read = stream.read(&mut buffer).await.unwrap_or_default();
                 requests.push(String::from_utf8_lossy(&buffer[..read]).to_lowercase());

@@ -26,8 +26,11 @@ use crate::testcluster::client::ApiClient;
 
 /// Name prefix of steps that only send an observation.
 pub(super) const OBSERVE: &str = "observe";
-/// Limit for a driver call and for a request.
+/// Limit for a driver call.
 const CALL: Duration = Duration::from_millis(500);
+/// Limit for a request. A busy machine must not exceed it: after writes of unknown outcome, the controller may wait for a
+/// minute, which looks like a defect of the driver.
+const REQUEST: Duration = Duration::from_secs(5);
 
 /// Driver that injects faults between the real controller and the driver under test.
 struct FaultyDriver<D> {
@@ -234,7 +237,7 @@ impl<D: Driver> Lifecycle<'_, D> {
         };
         let controller = Controller::builder(wrapped)
             .call_timeout(CALL)
-            .request_timeout(CALL)
+            .request_timeout(REQUEST)
             .build(instance.client())
             .map_err(|error| CheckFailure::Setup(error.to_string()))?;
         let ended = self.ended.clone();

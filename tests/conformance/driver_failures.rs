@@ -45,7 +45,8 @@ fn a_hanging_call_is_cancelled_and_delays_only_its_claim() -> anyhow::Result<()>
             .filter(|call| call.request.is_allocate() && about(&call.request))
         {
             if let Some(ended) = call.ended {
-                assert!(ended - call.began >= limit * 9 / 10, "{:?}", ended - call.began);
+                // The limit starts before the driver's own call, considerably so on a busy machine.
+                assert!(ended - call.began >= limit / 2, "{:?}", ended - call.began);
             }
         }
         fixture
@@ -146,9 +147,7 @@ fn a_lease_is_released_only_when_every_call_has_ended() -> anyhow::Result<()> {
             let identity = election.identity.clone();
             let controller = fixture
                 .start_as("", &fixture.driver, &permissions, |builder| {
-                    builder
-                        .request_timeout(Duration::from_secs(2))
-                        .leader_election(Some(election))
+                    builder.leader_election(Some(election))
                 })
                 .await?;
             let calls = count(&fixture.driver.calls(), Request::is_allocate);

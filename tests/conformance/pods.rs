@@ -74,7 +74,7 @@ fn a_silent_driver_is_named_once_and_an_active_one_is_not() -> anyhow::Result<()
         fixture.node("a").await?;
         let controller = fixture
             .start_as("", &fixture.driver, &rules(), |builder| {
-                builder.other_driver_wait(Duration::from_secs(8))
+                builder.other_driver_wait(Duration::from_secs(20))
             })
             .await?;
         fixture.template("ours", &fixture.name).await?;
@@ -87,7 +87,7 @@ fn a_silent_driver_is_named_once_and_an_active_one_is_not() -> anyhow::Result<()
         ];
         fixture.scheduled_pod("pod", &entries).await?;
         let event = fixture
-            .wait_for_event("pod", "OtherDriverSilent", "no answer for 8 s")
+            .wait_for_event("pod", "OtherDriverSilent", "no answer for 20 s")
             .await?;
         let text = event.message.unwrap_or_default();
         for word in [
@@ -100,7 +100,7 @@ fn a_silent_driver_is_named_once_and_an_active_one_is_not() -> anyhow::Result<()
         // When the other driver starts, the pod runs, and a second pod causes no report.
         let second = fixture
             .start_as("-other", &other, &rules(), |builder| {
-                builder.other_driver_wait(Duration::from_secs(8))
+                builder.other_driver_wait(Duration::from_secs(20))
             })
             .await?;
         fixture.wait_until_bound("pod").await?;

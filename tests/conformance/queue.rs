@@ -232,7 +232,7 @@ fn failures_are_retried_with_a_delay_that_a_change_ends() -> anyhow::Result<()> 
         fixture.driver.on(Request::is_allocate, Action::Fail(broken()));
         let controller = fixture.start().await?;
         fixture.immediate("one").await?;
-        let calls = fixture.wait_for_calls("allocate", 8..).await?;
+        let calls = fixture.wait_for_calls("allocate", 9..).await?;
         let starts: Vec<Instant> = calls
             .iter()
             .filter(|call| call.request.is_allocate())
@@ -246,11 +246,11 @@ fn failures_are_retried_with_a_delay_that_a_change_ends() -> anyhow::Result<()> 
                 pair[1] - pair[0]
             );
         }
-        // The next attempt is due in 12.8 s; a deletion does not wait for it.
+        // The next attempt is due in 25.6 s; a deletion does not wait for it.
         let deleted = Instant::now();
         fixture.delete_claim("one").await?;
         fixture.wait_until_gone("one").await?;
-        assert_within(deleted, 10);
+        assert_within(deleted, 22);
 
         // Nor does a pod with a new selected node.
         fixture.driver.rule(|request| match request {
@@ -260,11 +260,11 @@ fn failures_are_retried_with_a_delay_that_a_change_ends() -> anyhow::Result<()> 
             _ => Action::Proceed,
         });
         fixture.waiting_pod("pod", &["two"], "bad", &[]).await?;
-        fixture.wait_for_calls("evaluate", 8..).await?;
+        fixture.wait_for_calls("evaluate", 9..).await?;
         let rescheduled = Instant::now();
         fixture.select_node("pod", "good").await?;
         fixture.wait_until_allocated("two").await?;
-        assert_within(rescheduled, 10);
+        assert_within(rescheduled, 22);
 
         // Nor does a claim whose class is fixed.
         fixture.driver.rule(|request| match request {
@@ -276,8 +276,8 @@ fn failures_are_retried_with_a_delay_that_a_change_ends() -> anyhow::Result<()> 
         let before = fixture.driver.calls().len();
         fixture
             .driver
-            .wait_for("read the class sixteen times", move |calls| {
-                calls.len() >= before + 16
+            .wait_for("read the class eighteen times", move |calls| {
+                calls.len() >= before + 18
             })
             .await?;
         let fixed = Instant::now();
@@ -289,7 +289,7 @@ fn failures_are_retried_with_a_delay_that_a_change_ends() -> anyhow::Result<()> 
             .await?;
         fixture.wait_until_allocated("three").await?;
         fixture.wait_until_allocated("four").await?;
-        assert_within(fixed, 10);
+        assert_within(fixed, 22);
         controller.stop().await
     })
 }
@@ -300,12 +300,12 @@ fn each_object_has_its_own_delay_and_loses_it_when_deleted() -> anyhow::Result<(
         fixture.driver.on(Request::is_allocate, Action::Fail(broken()));
         let controller = fixture.start().await?;
         fixture.immediate("one").await?;
-        fixture.wait_for_calls("allocate", 8..).await?;
-        // The next attempt is due in 12.8 s. Another object has its own delay and reaches its fourth attempt after 700 ms.
+        fixture.wait_for_calls("allocate", 9..).await?;
+        // The next attempt is due in 25.6 s. Another object has its own delay and reaches its fourth attempt after 700 ms.
         let started = Instant::now();
         fixture.immediate("beside").await?;
         fixture.wait_for_calls("allocate beside", 4..).await?;
-        assert_within(started, 10);
+        assert_within(started, 22);
         fixture.delete_claim("beside").await?;
         fixture.delete_claim("one").await?;
         fixture.wait_until_gone("one").await?;
@@ -315,7 +315,7 @@ fn each_object_has_its_own_delay_and_loses_it_when_deleted() -> anyhow::Result<(
         let recreated = Instant::now();
         fixture.immediate("one").await?;
         fixture.wait_for_calls("allocate one", before + 4..).await?;
-        assert_within(recreated, 10);
+        assert_within(recreated, 22);
         fixture.delete_claim("one").await?;
         fixture.wait_until_gone("one").await?;
         controller.stop().await

@@ -200,20 +200,22 @@ async fn of_two_companions_one_serves_and_the_other_takes_over() -> anyhow::Resu
     serve("before").await?;
 
     // As in an update with maxSurge, where the next one starts before the last has ended.
-    let second = setup.companion(0, CONFIGURATION)?;
+    let mut second = setup.companion(0, CONFIGURATION)?;
     until_waiting(&second).await?;
     setup.make_pod("between").await?;
     serve("between").await?;
     let (between, _) = setup.claim_ids("between").await?;
     assert!(!second.log()?.contains(&between) && !second.log()?.contains(REGISTERED));
-    let second = until_still_waiting(&setup, second).await?;
+    // It waits for 30 s at most, of which the pod may have taken all but an instant. A new one is still there when the first has ended.
+    second.kill().await?;
+    second = setup.companion(0, CONFIGURATION)?;
+    until_waiting(&second).await?;
     first.end().await?;
     until_idle(&setup, &second, 4).await?;
     setup.make_pod("after").await?;
     serve("after").await?;
 
     // The serving companion dies during a Prepare while the other one waits.
-    let mut second = second;
     let third = setup.companion(0, CONFIGURATION)?;
     until_waiting(&third).await?;
     let change = Change::expect(node.path(STATE))?;
@@ -259,7 +261,10 @@ pub(crate) async fn until_claim_files(node: Node<'_>, uid: &str, count: usize) -
 }
 
 /// Sends SIGSTOP to a companion at its first change in a directory. Runs in its own thread because the call takes only milliseconds.
-fn stop_at_first_change(companion: &Program, directory: PathBuf) -> anyhow::Result<oneshot::Receiver<()>> {
+pub(crate) fn stop_at_first_change(
+    companion: &Program,
+    directory: PathBuf,
+) -> anyhow::Result<oneshot::Receiver<()>> {
     let mut inotify = Inotify::init()?;
     inotify
         .watches()
@@ -326,7 +331,9 @@ async fn an_abandoned_call_is_done_and_found_done_later() -> anyhow::Result<()> 
     until_claim_files(node, &uid, 2).await?;
     node.start("kubelet").await?;
     let device = look_inside(&setup, &pod).await?.only_device().to_owned();
-    let failed = failed_prepares(&setup, &pod).await?;
+    let mut failed = failed_prepares(&setup, &pod).await?;
+    // The restarted kubelet may try before it has found the companion again.
+    failed.retain(|text| !text.contains("not found in the list of registered"));
     assert_eq!(failed.len(), usize::from(is_reported), "{failed:?}");
 
     // The companion is stopped during an Unprepare until kubelet is dead. The next kubelet requests the same Unprepare again.

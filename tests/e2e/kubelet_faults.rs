@@ -4,12 +4,10 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use k8s_openapi::api::core::v1::Event;
-use kube::api::{Api, ListParams};
+use tokio::time::timeout;
 
-use crate::crash_during_call::Change;
 use crate::harness::{Node, TIMEOUT};
-use crate::interrupted_calls::until_claim_files;
+use crate::interrupted_calls::{stop_at_first_change, until_claim_files};
 use crate::pods::{
     CONFIGURATION, ContainerDevices, MINORS, PLUGGED, assert_prepared, assert_unprepared, look_inside,
     make_devices, start_node_with,
@@ -41,14 +39,10 @@ async fn runs_after(
     let node = setup.cluster.node(0);
     let quarantined = async {
         companion.logged("ClaimQuarantined").await?;
-        let events = Api::<Event>::namespaced(setup.cluster.client(), "default")
-            .list(&ListParams::default())
-            .await?;
-        let found = events.items.iter().any(|event| {
-            event.involved_object.kind.as_deref() == Some("Node")
-                && event.message.as_deref().is_some_and(|note| note.contains(uid))
-        });
-        anyhow::ensure!(found, "an event about the node names the claim");
+        // The companion logs it before it writes the event.
+        let event = setup.wait_for_event(node.name(), "ClaimQuarantined", uid).await?;
+        let kind = event.involved_object.kind.as_deref();
+        anyhow::ensure!(kind == Some("Node"), "{kind:?}: the event is about the node");
         let (done, message) = node_command(node, &["holdings"]).await?;
         anyhow::ensure!(done && message.contains(uid), "{message}");
         let (done, message) = node_command(node, &["release", uid, "--force"]).await?;
@@ -115,12 +109,10 @@ async fn a_force_deleted_pods_device_is_free_or_quarantined() -> anyhow::Result<
 /// does not list the claim; it does if the answer was faster.
 async fn kubelet_forgets(setup: &Setup, companion: &Program, pod: &str) -> anyhow::Result<bool> {
     let node = setup.cluster.node(0);
-    // The first of three writes before the answer.
-    let begun = Change::expect(node.path("/var/lib/kubelet/plugins/drayman.dev"))?;
+    // Stopped at the first of three writes, the companion cannot answer.
+    let stopped = stop_at_first_change(companion, node.path("/var/lib/kubelet/plugins/drayman.dev"))?;
     setup.make_pod(pod).await?;
-    begun.seen().await?;
-    // The companion is stopped before it can answer.
-    companion.signal(rustix::process::Signal::STOP)?;
+    timeout(TIMEOUT, stopped).await??;
     node.stop("kubelet", 9).await?;
     companion.signal(rustix::process::Signal::CONT)?;
     let (uid, name) = setup.claim_ids(pod).await?;
@@ -193,6 +185,8 @@ async fn wiped_directories_cost_no_pod_its_device() -> anyhow::Result<()> {
     companion.kill().await?;
     let companion = setup.companion_with(0, CONFIGURATION, SOON)?;
     companion.logged(REGISTERED).await?;
+    // Kubelet rejects a pod without a device plugin, and the Node still shows the devices of the killed one.
+    companion.logged("kubelet watches the devices").await?;
     setup.make_pod("second").await?;
     let second = look_inside(&setup, "second").await?;
     assert_ne!(first.only_device(), second.only_device());

@@ -23,7 +23,7 @@ use crate::pods::{look_inside, start_node};
 use crate::setup::{DRIVER, FINALIZER, Setup, has_finalizer, is_allocated, pod_from};
 
 /// Time without renewal after which the lease of [`Setup::replica`] expires.
-const LEASE_DURATION: Duration = Duration::from_secs(7);
+const LEASE_DURATION: Duration = Duration::from_secs(12);
 
 /// Waits until `other` does not hold the lease, and returns the holder.
 async fn holder(setup: &Setup, other: &str) -> anyhow::Result<String> {

@@ -73,10 +73,12 @@ async fn a_new_leader_lists_claims_and_knows_waiting_pods() -> anyhow::Result<()
     setup.end([second]).await
 }
 
-/// Limits for a takeover with the chart's lease: a restarted container waits for 5 s, a standby for the lease of 15 s, a tenth of it and a
-/// poll every 2 s. The rest is a margin for slow machines.
-const CONTAINER: Duration = Duration::from_secs(10);
-const REPLICA: Duration = Duration::from_secs(25);
+/// Limits for a takeover with the chart's lease. A restarted container waits for 5 s; without knowing its own lease, it would wait for the
+/// lease of 15 s and a tenth of it. A standby waits as long from the last renewal, of which there is one every 2 s. The rest is a margin
+/// for slow machines.
+const CONTAINER_MOST: Duration = Duration::from_secs(14);
+const REPLICA_LEAST: Duration = Duration::from_secs(10);
+const REPLICA_MOST: Duration = Duration::from_secs(60);
 
 #[tokio::test]
 async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> {
@@ -87,8 +89,9 @@ async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> 
     let flag = format!("--leader-elect-state-dir={}", directory.display());
     let flags = [flag.as_str()];
     let immediate = async |name: &str| {
-        setup.make_claim(name, "Immediate", false).await?;
+        // The request may be slow, and the wait that is measured has begun before it.
         let start = Instant::now();
+        setup.make_claim(name, "Immediate", false).await?;
         setup.until_allocated(name).await?;
         anyhow::Ok(start.elapsed())
     };
@@ -108,7 +111,7 @@ async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> 
         "killed and started again in the same pod: allocates after {:.1} s",
         container.as_secs_f64()
     );
-    assert!(container < CONTAINER, "{container:?}");
+    assert!(container < CONTAINER_MOST, "{container:?}");
     assert!(
         container > Duration::from_secs(4),
         "{container:?}: a request of the killed one could still arrive"
@@ -122,9 +125,9 @@ async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> 
         "killed beside a standby: allocates after {:.1} s",
         replica.as_secs_f64()
     );
-    assert!(replica < REPLICA, "{replica:?}");
+    assert!(replica < REPLICA_MOST, "{replica:?}");
     assert!(
-        replica > CONTAINER,
+        replica > REPLICA_LEAST,
         "{replica:?}: another pod's process may still live"
     );
     setup.end([standby]).await

@@ -447,8 +447,9 @@ impl Setup {
     /// As [`Setup::replica`], with the program of another build.
     pub(crate) async fn replica_of(&self, program: &Path, name: &str) -> anyhow::Result<Program> {
         let flags = [
-            "--leader-elect-lease-duration=7s",
-            "--leader-elect-renew-deadline=2s",
+            // A busy machine delays a renewal by seconds.
+            "--leader-elect-lease-duration=12s",
+            "--leader-elect-renew-deadline=7s",
             "--leader-elect-retry-period=500ms",
         ];
         self.start_replica(program, name, &flags).await

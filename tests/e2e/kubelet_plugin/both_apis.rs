@@ -237,9 +237,18 @@ pub(crate) async fn assert_all_free(
     }
     wait_for_inventory(setup, DRIVER, u32::try_from(devices)?, 0).await?;
     setup.until_allocatable(RESOURCE, &devices.to_string()).await?;
-    let checkpoint: Value =
-        serde_json::from_str(&node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?)?;
-    assert_eq!(checkpoint["data"]["entries"], serde_json::json!({}));
+    // The companion may still be writing it.
+    let until = Instant::now() + TIMEOUT;
+    loop {
+        let checkpoint = node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?;
+        let checkpoint: Value = serde_json::from_str(&checkpoint)?;
+        let entries = &checkpoint["data"]["entries"];
+        if *entries == serde_json::json!({}) {
+            break;
+        }
+        anyhow::ensure!(Instant::now() < until, "entries are left: {entries}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
     for number in 0..devices {
         setup.make_pod(&format!("last-{number}")).await?;
     }

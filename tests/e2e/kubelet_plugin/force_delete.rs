@@ -28,8 +28,9 @@ kinds:
 const LIMIT: &str = "drayman.dev/limit";
 const BOTH: &str = "drayman.dev/both";
 const PREFIX: &str = "drayman-";
-/// How long the containers of these pods run after SIGTERM, which they ignore. Three pods are refused meanwhile, in 27 s on a busy machine.
-const GRACE_SECONDS: u64 = 50;
+/// How long the containers of these pods run after SIGTERM, which they ignore. Three pods are refused one after another meanwhile: in 27 s
+/// on a busy machine, and in more on a slower one.
+const GRACE_SECONDS: u64 = 100;
 
 /// The request of a pod: a claim from a template, or an extended resource.
 #[derive(Clone, Copy, Debug)]

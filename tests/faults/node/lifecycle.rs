@@ -231,12 +231,16 @@ async fn a_cluster_without_claims_gets_extended_resources_only() {
     let Some(node) = Node::new() else { return };
     node.api.set(|state| state.claims = false);
     let process = node.start();
-    let inventory = node.api.until_ready("True", "Serving").await;
-    let message = inventory["status"]["conditions"][0]["message"].as_str().unwrap();
-    assert!(
-        message.contains("neither resource.k8s.io/v1 nor v1alpha2"),
-        "{message}"
-    );
+    node.api.until_ready("True", "Serving").await;
+    // Until the API for the extended resource is served, the message is about that.
+    let names_the_versions = |state: &super::api::State| {
+        let ready = &state.inventory.as_ref()?["status"]["conditions"][0];
+        let message = ready["message"].as_str()?;
+        message
+            .contains("neither resource.k8s.io/v1 nor v1alpha2")
+            .then_some(())
+    };
+    node.api.until(names_the_versions).await;
     assert!(!node.dra_socket().exists());
 
     let mut plugin = node.plugin("example.com/camera").await;

@@ -74,7 +74,8 @@ async fn a_claim_forgotten_by_kubelet_alone_is_quarantined() {
     let Some(node) = Node::new() else { return };
     node.kubelet_lists(&[]);
     keep_in_the_api(&node);
-    let process = soon().run(&node).await;
+    // The state at the end lasts for this time only, and must be published meanwhile.
+    let process = Start::new().argument("--orphan-grace-period=2s").run(&node).await;
     let mut kubelet = node.kubelet().await;
     kubelet.prepare(A, &["test-0"]).await.unwrap();
     let reason = until_unhealthy(&node, "test-0", true).await;

@@ -163,10 +163,11 @@ async fn a_renamed_resource_becomes_empty_and_the_new_one_is_offered() {
     process.stop().await.unwrap();
 }
 
-/// Replaces a device node atomically, so that it is never missing.
+/// Replaces a device node atomically, so that it is never missing. The new one is made outside the watched directory, so that its rename is
+/// the only change there.
 fn replace_device(node: &Node, name: &str, major: u32, minor: u32) {
-    node.device_of("next", major, minor);
-    std::fs::rename(node.path("dev/next"), node.path("dev").join(name)).unwrap();
+    node.device_of("../next", major, minor);
+    std::fs::rename(node.path("next"), node.path("dev").join(name)).unwrap();
 }
 
 #[tokio::test]

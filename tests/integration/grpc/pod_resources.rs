@@ -36,7 +36,7 @@ impl Kubelet {
                 name: "main".into(),
                 devices: vec![ContainerDevices {
                     resource_name: "x.dev/a".into(),
-                    device_ids: (0..self.devices).map(|number| format!("{number:060}")).collect(),
+                    device_ids: (0..self.devices).map(|number| format!("{number:0250}")).collect(),
                     topology: None,
                 }],
                 dynamic_resources: vec![],
@@ -146,13 +146,14 @@ async fn a_rate_limited_call_is_repeated() {
 #[tokio::test]
 async fn the_list_of_a_large_node_is_read() {
     let directory = tempfile::tempdir().unwrap();
+    // More than 4 MiB, gRPC's default limit.
     let kubelet = Kubelet {
-        devices: 100_000,
+        devices: 20_000,
         ..Kubelet::default()
     };
     let _server = RunningKubelet::start(kubelet, &paths(&directory).pod_resources_socket());
     let list = soon(PodResourcesClient::new(&paths(&directory)).list())
         .await
         .unwrap();
-    assert_eq!(list[0].containers[0].devices[0].device_ids.len(), 100_000);
+    assert_eq!(list[0].containers[0].devices[0].device_ids.len(), 20_000);
 }
