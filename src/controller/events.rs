@@ -15,21 +15,23 @@ use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::api::{Api, PostParams};
 use tokio::sync::{Notify, mpsc};
+use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::api::resource::{GROUP, VERSION};
-use crate::core::claims::{Event as ControllerEvent, EventReport, Regarding};
+use crate::core::claims::{Event as ControllerEvent, EventReport, MESSAGE_MAX, Regarding, shortened};
 
 use super::write::Pause;
 
 /// Maximum number of pending reports, one per object and reason. With the longest notes and names they take some 7 MB.
 const MAX_PENDING: usize = 4096;
-/// Maximum length of a note in bytes (`events.k8s.io/v1`: 1,024).
-const MAX_NOTE_BYTES: usize = 1024;
-/// The pause after a failed write of a report, doubled with each consecutive failure up to [`MAX_PAUSE`].
+/// The pause after a failed write of a report, doubled with each consecutive failure up to [`MAX_PAUSE`]. Only the report's namespace
+/// pauses, because a webhook there may be the cause; if the server does not answer, or answers nobody, all pause first.
 const MIN_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause, so that the next report soon follows the end of a fault.
 const MAX_PAUSE: Duration = Duration::from_secs(10);
+/// The namespace of Events on cluster-scoped objects: kubectl describe looks for them here.
+const DEFAULT_NAMESPACE: &str = "default";
 
 /// Writes Events one after the other, independently of the controller's other work.
 ///
@@ -52,6 +54,8 @@ struct ReportQueue {
 struct ReportQueueState {
     reports: BTreeMap<About, PendingReport>,
     order: VecDeque<About>,
+    /// The namespaces in which the last write failed. Each has a pending report.
+    pauses: BTreeMap<String, NamespacePause>,
     ended: bool,
     /// The time of the last report. Names are made from these times, so each is unique.
     last: Timestamp,
@@ -65,6 +69,14 @@ type About = (Regarding, &'static str);
 struct PendingReport {
     message: String,
     at: Timestamp,
+}
+
+/// The time until which nothing is written to a namespace.
+#[derive(Debug)]
+struct NamespacePause {
+    until: Instant,
+    /// The length of the next pause.
+    next: Duration,
 }
 
 impl ReportQueue {
@@ -94,30 +106,69 @@ impl ReportQueue {
         Ok(())
     }
 
-    /// The next report; `None` at the end.
+    /// The next report of a namespace without a pause; `None` at the end.
     async fn next(&self) -> Option<(About, PendingReport)> {
         loop {
-            {
+            let resumed = {
                 let mut state = self.state();
-                if let Some(about) = state.order.pop_front() {
+                let now = Instant::now();
+                let is_due = |about: &About| {
+                    let pause = state.pauses.get(namespace_of(&about.0));
+                    pause.is_none_or(|pause| pause.until <= now)
+                };
+                // A namespace that takes Events does not wait for one that failed.
+                let has_failed = |about: &About| state.pauses.contains_key(namespace_of(&about.0));
+                let healthy = state.order.iter().position(|about| !has_failed(about));
+                let place = healthy.or_else(|| state.order.iter().position(is_due));
+                if let Some(about) = place.and_then(|place| state.order.remove(place)) {
                     return state.reports.remove_entry(&about);
                 }
-                if state.ended {
+                if state.ended && state.order.is_empty() {
                     return None;
                 }
+                let ends = state.pauses.values().map(|pause| pause.until);
+                ends.filter(|end| *end > now).min()
+            };
+            let changed = self.changed.notified();
+            match resumed {
+                Some(resumed) => drop(tokio::time::timeout_at(resumed, changed).await),
+                None => changed.await,
             }
-            self.changed.notified().await;
         }
     }
 
-    /// Requeues a report behind the others, unless a newer one has arrived.
+    /// Requeues a report, unless a newer one has arrived. All reports of its namespace come behind the others, because they may fail too.
     fn put_back(&self, about: About, pending: PendingReport) {
         let mut state = self.state();
+        let namespace = namespace_of(&about.0).to_owned();
         if let Entry::Vacant(free) = state.reports.entry(about) {
             let about = free.key().clone();
             free.insert(pending);
             state.order.push_back(about);
         }
+        let order = std::mem::take(&mut state.order).into_iter();
+        let (same, others): (VecDeque<About>, VecDeque<About>) =
+            order.partition(|about| namespace_of(&about.0) == namespace);
+        state.order = others;
+        state.order.extend(same);
+    }
+
+    /// Begins the next pause of a namespace.
+    fn pause(&self, namespace: &str) {
+        let mut state = self.state();
+        let now = Instant::now();
+        let pause = state.pauses.entry(namespace.to_owned());
+        let pause = pause.or_insert(NamespacePause {
+            until: now,
+            next: MIN_PAUSE,
+        });
+        pause.until = now + pause.next;
+        pause.next = longer(pause.next);
+    }
+
+    /// Ends the pauses of a namespace.
+    fn resume(&self, namespace: &str) {
+        self.state().pauses.remove(namespace);
     }
 
     fn end(&self) {
@@ -132,6 +183,8 @@ enum Attempt {
     Written,
     /// The server could not store it now.
     Failed(String),
+    /// There is no answer of the server, or one that does not concern the namespace alone.
+    Unanswered(String),
     /// The server will never store it.
     Refused(String),
 }
@@ -144,9 +197,10 @@ impl Attempt {
                 // An earlier attempt succeeded, and its answer was lost.
                 409 => Self::Written,
                 400..=499 if !matches!(status.code, 401 | 408 | 429) => Self::Refused(status.message),
+                401 | 408 | 429 | 503 | 504 => Self::Unanswered(status.message),
                 _ => Self::Failed(status.message),
             },
-            Err(error) => Self::Failed(error.to_string()),
+            Err(error) => Self::Unanswered(error.to_string()),
         }
     }
 }
@@ -173,29 +227,38 @@ impl EventWriter {
             while let Some((about, pending)) = reports.next().await {
                 let (regarding, reason) = (reference(&about.0), about.1);
                 let event = source.warning(regarding, "Allocate", reason, &pending.message, pending.at);
-                let namespace = event.metadata.namespace.as_deref().unwrap_or("default");
-                let api = Api::<Event>::namespaced(client.clone(), namespace);
+                let namespace = namespace_of(&about.0).to_owned();
+                let api = Api::<Event>::namespaced(client.clone(), &namespace);
                 let parameters = PostParams::default();
                 // The time limit begins when the request is sent.
                 retry_after.over().await;
                 let attempt = match tokio::time::timeout(limit, api.create(&parameters, &event)).await {
                     Ok(result) => Attempt::of(result),
-                    Err(_) => Attempt::Failed(format!("no answer within {limit:?}")),
+                    Err(_) => Attempt::Unanswered(format!("no answer within {limit:?}")),
                 };
+                let concerns_all = matches!(attempt, Attempt::Unanswered(_));
+                if !concerns_all {
+                    pause = MIN_PAUSE;
+                }
                 match attempt {
-                    Attempt::Written => pause = MIN_PAUSE,
-                    Attempt::Failed(error) => {
+                    Attempt::Written => reports.resume(&namespace),
+                    Attempt::Failed(error) | Attempt::Unanswered(error) => {
                         tracing::warn!(
                             error,
                             reason = about.1,
                             "event could not be written; it is retried"
                         );
                         reports.put_back(about, pending);
-                        tokio::time::sleep(pause).await;
-                        pause = pause.saturating_mul(2).min(MAX_PAUSE);
+                        if concerns_all {
+                            tokio::time::sleep(pause).await;
+                            pause = longer(pause);
+                        }
+                        // This pause ends after that of all namespaces, so that another namespace is next.
+                        reports.pause(&namespace);
                     }
                     Attempt::Refused(error) => {
                         tracing::warn!(error, reason = about.1, "event refused");
+                        reports.resume(&namespace);
                         let (regarding, reason) = about;
                         let report = EventReport {
                             regarding,
@@ -255,8 +318,7 @@ impl EventSource {
         let name = name.unwrap_or_default();
         Event {
             metadata: ObjectMeta {
-                // Events on cluster-scoped objects go to the namespace in which kubectl describe looks for them.
-                namespace: Some(namespace.unwrap_or_else(|| "default".to_owned())),
+                namespace: Some(namespace.unwrap_or_else(|| DEFAULT_NAMESPACE.to_owned())),
                 // Named as by client-go; 17 characters are left for the time. No label may end with a hyphen or be empty.
                 name: Some(format!(
                     "{}.{:x}",
@@ -267,7 +329,7 @@ impl EventSource {
             },
             action: Some(action.to_owned()),
             event_time: Some(MicroTime(at)),
-            note: Some(shortened(note)),
+            note: Some(shortened(note.to_owned(), MESSAGE_MAX)),
             reason: Some(reason.to_owned()),
             regarding: Some(regarding),
             reporting_controller: Some(self.controller.clone()),
@@ -300,17 +362,17 @@ fn reference(regarding: &Regarding) -> ObjectReference {
     }
 }
 
-/// Truncates a note to the server's limit, at a character boundary.
-fn shortened(message: &str) -> String {
-    const ELLIPSIS: &str = "…";
-    if message.len() <= MAX_NOTE_BYTES {
-        return message.to_owned();
+/// The namespace of an Event on this object.
+fn namespace_of(regarding: &Regarding) -> &str {
+    match regarding {
+        Regarding::Pod { key, .. } | Regarding::Claim { key, .. } => &key.namespace,
+        Regarding::Class { .. } => DEFAULT_NAMESPACE,
     }
-    let mut end = MAX_NOTE_BYTES - ELLIPSIS.len();
-    while !message.is_char_boundary(end) {
-        end -= 1;
-    }
-    format!("{}{ELLIPSIS}", message.get(..end).unwrap_or_default())
+}
+
+/// The pause after this one.
+fn longer(pause: Duration) -> Duration {
+    pause.saturating_mul(2).min(MAX_PAUSE)
 }
 
 #[cfg(test)]
@@ -327,9 +389,13 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(5);
 
     fn report(pod: usize, message: &str) -> EventReport {
+        report_in("ns", pod, message)
+    }
+
+    fn report_in(namespace: &str, pod: usize, message: &str) -> EventReport {
         EventReport {
             regarding: Regarding::Pod {
-                key: ObjectKey::new("ns", format!("pod-{pod}")),
+                key: ObjectKey::new(namespace, format!("pod-{pod}")),
                 uid: "1".to_owned(),
             },
             reason: "Test",
@@ -337,13 +403,16 @@ mod tests {
         }
     }
 
-    /// A server that answers the n-th request as `answers` says: with this status, or not at all. It records the notes.
-    fn server(answers: fn(usize) -> Option<u16>) -> (kube::Client, Arc<Mutex<Vec<String>>>) {
+    /// The answer to the n-th request, which has this path: a status, or none at all.
+    type AnswerRule = fn(usize, &str) -> Option<u16>;
+
+    /// A server that answers so. It records the notes.
+    fn server(answers: AnswerRule) -> (kube::Client, Arc<Mutex<Vec<String>>>) {
         let notes = Arc::new(Mutex::new(Vec::new()));
         let seen = Arc::clone(&notes);
         let asked = Arc::new(AtomicUsize::new(0));
         let server = tower::service_fn(move |request: http::Request<Body>| {
-            let code = answers(asked.fetch_add(1, Ordering::Relaxed));
+            let code = answers(asked.fetch_add(1, Ordering::Relaxed), request.uri().path());
             let seen = Arc::clone(&seen);
             async move {
                 let Some(code) = code else {
@@ -367,7 +436,7 @@ mod tests {
     }
 
     fn started(
-        answers: fn(usize) -> Option<u16>,
+        answers: AnswerRule,
     ) -> (
         EventWriter,
         Arc<Mutex<Vec<String>>>,
@@ -384,7 +453,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_unanswered_event_delays_no_other() {
-        let (reports, notes, _untold) = started(|asked| (asked > 0).then_some(201));
+        let (reports, notes, _untold) = started(|asked, _| (asked > 0).then_some(201));
         for pod in 0..3 {
             reports.send(report(pod, &pod.to_string()));
         }
@@ -393,8 +462,28 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn a_namespace_that_takes_no_events_delays_no_other() {
+        let failing: AnswerRule = |_, path| Some(if path.contains("/a/") { 500 } else { 201 });
+        let hanging: AnswerRule = |_, path| (!path.contains("/a/")).then_some(201);
+        for (answers, limit) in [(failing, Duration::ZERO), (hanging, LIMIT)] {
+            let (reports, notes, _untold) = started(answers);
+            let start = Instant::now();
+            for pod in 0..100 {
+                reports.send(report_in("a", pod, "a"));
+            }
+            reports.send(report_in("b", 0, "b"));
+            while notes.lock().unwrap().is_empty() {
+                tokio::time::sleep(MIN_PAUSE).await;
+            }
+            assert!(start.elapsed() <= limit + Duration::from_secs(1));
+            assert_eq!(*notes.lock().unwrap(), ["b"]);
+            assert!(reports.queue.state().pauses.keys().eq(["a"]));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn an_event_that_waits_for_a_pause_keeps_its_place() {
-        let (client, notes) = server(|_| Some(201));
+        let (client, notes) = server(|_, _| Some(201));
         let (client, pause) = with_retry_after(&client, LIMIT);
         pause.begin(2 * LIMIT);
         let (sender, _untold) = mpsc::unbounded_channel();
@@ -408,7 +497,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn all_reports_of_a_thousand_pods_are_written() {
-        let (reports, notes, mut failed) = started(|asked| Some(if asked < 5 { 503 } else { 201 }));
+        let (reports, notes, mut failed) = started(|asked, _| Some(if asked < 5 { 503 } else { 201 }));
         for pod in 0..1000 {
             reports.send(report(pod, &format!("{pod:04}")));
         }
@@ -424,7 +513,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn of_two_texts_about_one_object_the_newer_is_written() {
-        let (reports, notes, _untold) = started(|_| Some(201));
+        let (reports, notes, _untold) = started(|_, _| Some(201));
         for message in ["3 of 3 held", "2 of 3 held"] {
             reports.send(report(0, message));
         }
@@ -434,7 +523,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_report_without_room_or_refused_is_returned() {
-        let (reports, notes, mut failed) = started(|asked| Some(if asked == 0 { 403 } else { 201 }));
+        let (reports, notes, mut failed) = started(|asked, _| Some(if asked == 0 { 403 } else { 201 }));
         for pod in 0..=MAX_PENDING {
             reports.send(report(pod, &pod.to_string()));
         }
@@ -455,12 +544,12 @@ mod tests {
 
     #[test]
     fn a_long_note_is_cut_at_the_boundary_of_a_character() {
-        let short = shortened(&"ü".repeat(1000));
+        let short = shortened("ü".repeat(1000), MESSAGE_MAX);
         assert!(
-            short.len() <= MAX_NOTE_BYTES && short.ends_with("ü…"),
+            short.len() <= MESSAGE_MAX && short.ends_with("ü…"),
             "{} bytes",
             short.len()
         );
-        assert_eq!(shortened("short"), "short");
+        assert_eq!(shortened("short".to_owned(), MESSAGE_MAX), "short");
     }
 }

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use futures::StreamExt as _;
 use futures::future::FutureExt as _;
 use kube::api::Api;
-use tokio::sync::{Semaphore, mpsc, watch as watch_value};
+use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard, Semaphore, mpsc, watch as watch_value};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -18,7 +18,8 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use crate::api::resource::{Pod, ResourceClaim};
 use crate::core::claims::{
     Answer, CallError, CallErrorKind, CallErrorSubject, CallId, ClaimToAllocate, ClaimWrite, Command,
-    ControllerState, DriverRequest, Event, LATE_ALLOCATION, Moment, ObjectKey, Outcome,
+    ControllerState, DriverRequest, Event, LATE_ALLOCATION, MESSAGE_MAX, Moment, ObjectKey, Outcome,
+    shortened,
 };
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError, Observation};
 
@@ -31,7 +32,8 @@ use super::{Controller, Options};
 /// Maximum number of calls younger than [`CALL_SLOT_TIME`].
 const MAX_CALLS: usize = 64;
 /// Age after which a call no longer counts, so that hanging calls leave room for others. With the usual time limit of a call (30 s)
-/// at most 64 times 31 calls are pending, and the next call waits at most one second for each 64 that hang.
+/// at most 64 times 31 calls are pending, and a call waits at most one second for each 64 calls that start before it: those before it in
+/// its namespace and, for each of these and for itself, one of each other namespace.
 const CALL_SLOT_TIME: Duration = Duration::from_secs(1);
 /// First delay before `Driver::ready` is called again after an error; it doubles up to [`MAX_READY_RETRY_INTERVAL`].
 const READY_RETRY_INTERVAL: Duration = Duration::from_millis(100);
@@ -88,7 +90,8 @@ impl<D: Driver> Controller<D> {
             state.apply(event, now());
         }
         let failure = loop {
-            let deadline = state.next_deadline().map(|moment| start + moment.since_start());
+            let next = state.next_deadline();
+            let deadline = next.and_then(|moment| instant_of(start, moment));
             let event = tokio::select! {
                 () = shutdown.cancelled() => break None,
                 error = executor.failed() => break Some(error),
@@ -216,8 +219,9 @@ impl<D: Driver> Executor<D> {
             Command::CallDriver { id, request } => {
                 let observed = self.observations.processed();
                 self.answer_unless_closed(id, async move {
+                    let namespace = request.namespace().to_owned();
                     let made = call(shared.clone(), observed, request);
-                    shared.calls.run(&shared.fence, made).await
+                    shared.calls.run(&namespace, &shared.fence, made).await
                 });
             }
             Command::Report(report) => self.events.send(report),
@@ -500,7 +504,8 @@ fn request_error<D: Driver>(error: DriverError, requests: &[ClaimRequest<D>]) ->
     call_error(error, subject)
 }
 
-fn call_error(error: DriverError, subject: CallErrorSubject) -> CallError {
+fn call_error(mut error: DriverError, subject: CallErrorSubject) -> CallError {
+    error.message = shortened(error.message, MESSAGE_MAX);
     if let Some(source) = std::error::Error::source(&error) {
         tracing::warn!(reason = error.reason, %error, %source, "a call of the driver failed");
     }
@@ -512,21 +517,50 @@ fn call_error(error: DriverError, subject: CallErrorSubject) -> CallError {
     }
 }
 
-/// The calls of the driver, started in the order in which they were requested.
+/// The calls of the driver. Those of a namespace start in the order in which they were requested, and namespaces take turns.
 #[derive(Debug)]
-pub(super) struct CallSlots(Semaphore);
+pub(super) struct CallSlots {
+    slots: Semaphore,
+    /// Per namespace, the lock for which its calls queue. Its holder alone waits for a slot, so the number of calls of a namespace does not
+    /// matter to others.
+    lines: Mutex<BTreeMap<String, Weak<AsyncMutex<()>>>>,
+}
 
 impl Default for CallSlots {
     fn default() -> Self {
-        Self(Semaphore::new(MAX_CALLS))
+        Self {
+            slots: Semaphore::new(MAX_CALLS),
+            lines: Mutex::default(),
+        }
     }
 }
 
 impl CallSlots {
+    /// Waits until this call is the next one of its namespace.
+    async fn line(&self, namespace: &str) -> OwnedMutexGuard<()> {
+        let line = {
+            let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+            lines.retain(|_, line| line.strong_count() > 0);
+            let line = lines.get(namespace).and_then(Weak::upgrade).unwrap_or_default();
+            lines.insert(namespace.to_owned(), Arc::downgrade(&line));
+            line
+        };
+        line.lock_owned().await
+    }
+
     /// Makes a call as soon as there is room; returns `None` if the fence is closed first.
-    pub(super) async fn run<T>(&self, fence: &Fence, call: impl Future<Output = T>) -> Option<T> {
-        // `acquire` fails only on a closed semaphore, and this one is never closed.
-        let permit = fence.unless_closed(self.0.acquire()).await?;
+    pub(super) async fn run<T>(
+        &self,
+        namespace: &str,
+        fence: &Fence,
+        call: impl Future<Output = T>,
+    ) -> Option<T> {
+        let slot = async {
+            let _line = self.line(namespace).await;
+            // Fails only on a closed semaphore, and this one is never closed.
+            self.slots.acquire().await
+        };
+        let permit = fence.unless_closed(slot).await?;
         let mut call = pin!(call);
         tokio::select! {
             biased;
@@ -611,6 +645,11 @@ impl Observations {
     }
 }
 
+/// The time of a moment; `None` if it is too far away to come.
+fn instant_of(start: Instant, moment: Moment) -> Option<Instant> {
+    start.checked_add(moment.since_start())
+}
+
 async fn sleep_until(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => tokio::time::sleep_until(deadline).await,
@@ -630,8 +669,14 @@ mod tests {
     use crate::api::resource::{AllocationResult, ResourceClass};
     use crate::driver::{Finding, Result, UnsuitableNodes};
 
-    /// Starts `number` calls of duration `time`, and counts the started ones.
-    fn begin(calls: &Arc<CallSlots>, number: usize, time: Duration, begun: &Arc<AtomicUsize>) {
+    /// Starts `number` calls of duration `time` for a namespace, and counts the started ones.
+    fn begin(
+        calls: &Arc<CallSlots>,
+        namespace: &'static str,
+        number: usize,
+        time: Duration,
+        begun: &Arc<AtomicUsize>,
+    ) {
         for _ in 0..number {
             let (calls, begun) = (Arc::clone(calls), Arc::clone(begun));
             tokio::spawn(async move {
@@ -639,7 +684,7 @@ mod tests {
                     begun.fetch_add(1, Ordering::Relaxed);
                     tokio::time::sleep(time).await;
                 };
-                calls.run(&Fence::new(None, None), call).await;
+                calls.run(namespace, &Fence::new(None, None), call).await;
             });
         }
     }
@@ -648,8 +693,8 @@ mod tests {
     async fn a_slow_call_frees_its_slot_and_a_burst_waits() {
         let (calls, hanging, quick) = (Arc::new(CallSlots::default()), Arc::default(), Arc::default());
         let after = |millis| tokio::time::sleep(Duration::from_millis(millis));
-        begin(&calls, 3 * MAX_CALLS, Duration::from_secs(3600), &hanging);
-        begin(&calls, 1, Duration::from_millis(1), &quick);
+        begin(&calls, "n", 3 * MAX_CALLS, Duration::from_secs(3600), &hanging);
+        begin(&calls, "n", 1, Duration::from_millis(1), &quick);
         let begun = || (hanging.load(Ordering::Relaxed), quick.load(Ordering::Relaxed));
         after(900).await;
         assert_eq!(begun(), (MAX_CALLS, 0), "no more than these at once");
@@ -664,9 +709,32 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn calls_that_are_answered_follow_each_other_at_once() {
         let (calls, begun) = (Arc::new(CallSlots::default()), Arc::default());
-        begin(&calls, 10 * MAX_CALLS, Duration::from_millis(1), &begun);
+        begin(&calls, "n", 10 * MAX_CALLS, Duration::from_millis(1), &begun);
         tokio::time::sleep(Duration::from_millis(50)).await;
         assert_eq!(begun.load(Ordering::Relaxed), 10 * MAX_CALLS);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn hanging_calls_of_a_namespace_delay_no_other_namespace() {
+        let (calls, crowd, small) = (Arc::new(CallSlots::default()), Arc::default(), Arc::default());
+        begin(&calls, "crowd", 20 * MAX_CALLS, CALL_SLOT_TIME * 25, &crowd);
+        begin(&calls, "small", 1, Duration::from_millis(1), &small);
+        tokio::time::sleep(CALL_SLOT_TIME * 3 / 2).await;
+        assert_eq!(small.load(Ordering::Relaxed), 1);
+        tokio::time::sleep(CALL_SLOT_TIME * 20).await;
+        assert_eq!(crowd.load(Ordering::Relaxed), 20 * MAX_CALLS);
+        let lines = calls.lines.lock().unwrap();
+        assert!(
+            lines.values().all(|line| line.strong_count() == 0),
+            "nothing is kept"
+        );
+    }
+
+    #[test]
+    fn a_deadline_that_never_comes_is_none() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        assert_eq!(instant_of(start, Moment::new(second)), Some(start + second));
+        assert_eq!(instant_of(start, Moment::new(Duration::MAX)), None);
     }
 
     const LIMIT: Duration = MIN_OBSERVE_TIMEOUT;

@@ -291,7 +291,10 @@ impl LeaderElector {
             LeaseStep::Lost => return false,
             LeaseStep::Wait(until) => {
                 let until = limit.map_or(*until, |limit| limit.min(*until));
-                tokio::time::sleep_until(self.start + until.since_start()).await;
+                match self.start.checked_add(until.since_start()) {
+                    Some(until) => tokio::time::sleep_until(until).await,
+                    None => std::future::pending().await,
+                }
                 return true;
             }
             LeaseStep::Read => {

@@ -32,6 +32,9 @@ const LEASE_LOST: &str = "the lease is lost";
 /// Upper limit of a pause, even if the server requests a longer one, so that requests soon resume after a fault.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
 
+/// The longest duration in Go, in which the server reads the time limit of a write.
+const MAX_LIMIT: Duration = Duration::from_nanos(i64::MAX.unsigned_abs());
+
 /// Whether this process may write. Checked before each write.
 #[derive(Clone)]
 pub(super) struct Fence {
@@ -133,7 +136,7 @@ fn limit(request: &mut Request<Body>, timeout: Duration) -> Result<(), http::Err
     if request.method() != Method::PATCH {
         return Ok(());
     }
-    let millis = (timeout * 9 / 10).as_millis();
+    let millis = (timeout.min(MAX_LIMIT) * 9 / 10).as_millis();
     let mut parts = std::mem::take(request.uri_mut()).into_parts();
     let path = parts.path_and_query.as_ref().map_or("/", |path| path.as_str());
     let separator = if path.contains('?') { '&' } else { '?' };
@@ -508,17 +511,20 @@ mod tests {
 
     #[test]
     fn the_server_gives_a_write_up_before_we_do() {
-        let limited = |method: Method, uri: &str| {
+        let limited_by = |timeout: Duration, method: Method, uri: &str| {
             let request = Request::builder().method(method).uri(uri);
             let mut request = request.body(Body::empty()).unwrap();
-            limit(&mut request, Duration::from_secs(5)).unwrap();
+            limit(&mut request, timeout).unwrap();
             request.uri().to_string()
         };
+        let limited = |method: Method, uri: &str| limited_by(Duration::from_secs(5), method, uri);
         let claim = "/apis/resource.k8s.io/v1alpha2/namespaces/a/resourceclaims/b/status";
         assert_eq!(limited(Method::PATCH, claim), format!("{claim}?timeout=4500ms"));
         let apply = format!("{claim}?fieldManager=c");
         assert_eq!(limited(Method::PATCH, &apply), format!("{apply}&timeout=4500ms"));
         assert_eq!(limited(Method::GET, claim), claim);
+        let longest = format!("{claim}?timeout=8301034833169ms");
+        assert_eq!(limited_by(Duration::MAX, Method::PATCH, claim), longest);
     }
 
     #[tokio::test(start_paused = true)]

@@ -183,8 +183,11 @@ impl MemoryDriver {
             Some(node) => vec![node.to_owned()],
             None => environment.nodes.keys().cloned().collect(),
         };
+        let (mut all, mut unheld) = (0, 0);
         for node in candidates {
             let free = self.free(environment, &node, &[]);
+            all += environment.nodes.get(&node).map_or(0, BTreeSet::len);
+            unheld += free.len();
             if free.len() >= parameters.count {
                 let devices = free.into_iter().take(parameters.count).collect();
                 let hold = Hold { node, devices };
@@ -197,7 +200,7 @@ impl MemoryDriver {
             kind: CallErrorKind::Retry,
             subject: CallErrorSubject::Call,
             reason: "NoDevice",
-            message: "all devices are held".to_owned(),
+            message: format!("{} of {all} devices held", all - unheld),
         })
     }
 

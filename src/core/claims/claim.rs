@@ -14,8 +14,10 @@ use crate::api::resource::{
 };
 use crate::driver::Holding;
 
-use super::event::{Answer, CallError, ClaimWrite, Moment, ObjectKey, Outcome, Settings, TransactionId};
-use super::queue::{Backoff, CapacityGenerations, WRITES_BEFORE_REPORT};
+use super::event::{
+    Answer, CallError, CallErrorKind, ClaimWrite, Moment, ObjectKey, Outcome, Settings, TransactionId,
+};
+use super::queue::{Backoff, CapacityGenerations, NO_NODE_REPORT_INTERVAL, WRITES_BEFORE_REPORT};
 
 /// How long a pod's own claim with `deallocationRequested` waits for its deletion, which the claim controller sends right after the pod has
 /// ended. Removing the finalizer is then the only write.
@@ -146,6 +148,8 @@ pub(super) struct Claim {
     pub(super) backoff: Backoff,
     /// The last reported message, which is not repeated.
     pub(super) reported: Option<String>,
+    /// When an error that the driver wants repeated was last reported, by reason.
+    retries_reported: BTreeMap<&'static str, Moment>,
     /// The capacity generation in which the driver refused an immediate claim as invalid. It is retried when the generation or its class
     /// changes.
     pub(super) invalid_at: Option<u64>,
@@ -218,6 +222,7 @@ impl Claim {
             phase: ClaimPhase::Idle,
             backoff: Backoff::default(),
             reported: None,
+            retries_reported: BTreeMap::new(),
             invalid_at: None,
             allocation_refused: false,
             observed: false,
@@ -402,6 +407,31 @@ impl Claim {
         self.unrecorded != Unrecorded::Nothing && !self.is_ours()
     }
 
+    // === reports ===
+
+    /// Whether a failed allocation is reported now. An error that the driver wants repeated is reported once per reason and
+    /// [`NO_NODE_REPORT_INTERVAL`].
+    pub(super) fn begin_report(&mut self, error: &CallError, now: Moment) -> bool {
+        if error.kind != CallErrorKind::Retry {
+            // After another problem, the same reason is news.
+            self.retries_reported.clear();
+            return true;
+        }
+        let reported_at = self.retries_reported.get(error.reason);
+        let is_recent = reported_at.is_some_and(|at| at.after(NO_NODE_REPORT_INTERVAL) > now);
+        if is_recent || self.reported.as_ref() == Some(&error.message) {
+            return false;
+        }
+        self.retries_reported.insert(error.reason, now);
+        true
+    }
+
+    /// Forgets what was reported, so that it can be reported again.
+    pub(super) fn forget_reports(&mut self) {
+        self.reported = None;
+        self.retries_reported.clear();
+    }
+
     // === wrong allocations ===
 
     /// Marks the allocation as wrong: another claim has precedence for its device.
@@ -496,9 +526,10 @@ impl Claim {
         }
     }
 
-    fn allocate(&self, input: &ClaimInput) -> Vec<ClaimAction> {
+    fn allocate(&mut self, input: &ClaimInput) -> Vec<ClaimAction> {
         match input.class {
             ClassOwner::Missing => {
+                self.retries_reported.clear();
                 let message = format!(
                     "resource class \"{}\" does not exist, so this claim cannot be allocated: create the class, or recreate the claim with another class",
                     self.class_name()
@@ -583,7 +614,7 @@ impl Claim {
                 self.phase = ClaimPhase::Idle;
                 self.deallocated = false;
                 self.release_seen = None;
-                self.reported = None;
+                self.forget_reports();
                 self.backoff.succeeded();
                 vec![ClaimAction::Step, ClaimAction::StepUsers]
             }
@@ -987,14 +1018,44 @@ impl Cache {
         refusals.any(|entry| is_pending(&entry.name))
     }
 
-    /// The pod's claim whose annotation names the entry. A claim that is not being deleted takes precedence.
-    fn annotated(&self, namespace: &str, uid: &str, entry: &str) -> Option<ObjectKey> {
-        let made_for = self.index.owned_by(namespace, uid);
-        let candidates = made_for.filter_map(|key| {
+    /// The pod's claims whose annotation names the entry, each with whether it is being deleted.
+    fn made_for(&self, namespace: &str, uid: &str, entry: &str) -> impl Iterator<Item = (bool, &ObjectKey)> {
+        let owned = self.index.owned_by(namespace, uid);
+        owned.filter_map(move |key| {
             let claim = self.claims.get(key)?;
             is_made_for(&claim.object, entry).then_some((claim.is_deleting(), key))
-        });
-        candidates.min().map(|(_, key)| key.clone())
+        })
+    }
+
+    /// Whether an entry has several claims that are not being deleted. kube-controller-manager makes another one if the answer to its first
+    /// request is lost, and a user can make any number.
+    fn is_ambiguous(&self, namespace: &str, uid: &str, entry: &str) -> bool {
+        let candidates = self.made_for(namespace, uid, entry);
+        let mut live = candidates.filter(|(is_deleting, _)| !is_deleting);
+        live.nth(1).is_some()
+    }
+
+    /// The pod's claim whose annotation names the entry. A claim that is not being deleted takes precedence. `None` if there are several of
+    /// these.
+    fn annotated(&self, namespace: &str, uid: &str, entry: &str) -> Option<ObjectKey> {
+        let mut candidates: Vec<_> = self.made_for(namespace, uid, entry).collect();
+        candidates.sort();
+        match candidates.as_slice() {
+            [(false, _), (false, _), ..] => None,
+            all => all.first().map(|(_, key)| (*key).clone()),
+        }
+    }
+
+    /// Whether an entry has several claims, and the pod's status does not tell which of them it uses.
+    pub(super) fn is_unclear(&self, namespace: &str, pod: &Pod) -> bool {
+        let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+        let resolved = self.resolve_claims(namespace, pod);
+        let mut entries = pod.spec.resource_claims.iter().zip(resolved);
+        entries.any(|(entry, (_, resolved))| {
+            let is_open = matches!(resolved, Resolved::Awaited | Resolved::NotOwned(_));
+            let has_template = entry.source.resource_claim_name.is_none();
+            is_open && has_template && self.is_ambiguous(namespace, uid, &entry.name)
+        })
     }
 }
 

@@ -24,10 +24,10 @@ use crate::driver::UnsuitableNodes;
 
 use super::claim::{CLAIMS_MAX, Cache, ClaimPhase, Resolved};
 use super::event::{
-    CallError, CallErrorKind, CallErrorSubject, ClaimToAllocate, EventReport, Moment, ObjectKey, Outcome,
-    TransactionId, is_newer,
+    CallError, CallErrorKind, CallErrorSubject, ClaimToAllocate, EventReport, MESSAGE_MAX, Moment, ObjectKey,
+    Outcome, TransactionId, is_newer, shortened,
 };
-use super::queue::{Backoff, WRITES_BEFORE_REPORT, WaitingPod, spread};
+use super::queue::{Backoff, NO_NODE_REPORT_INTERVAL, WRITES_BEFORE_REPORT, WaitingPod, spread};
 use super::statistics::Statistics;
 use super::transaction::{Consumer, ConsumerState, TransactionFailure};
 
@@ -36,9 +36,9 @@ const RECHECK: Duration = Duration::from_secs(300);
 /// Rechecks are spread over this time.
 const RECHECK_SPREAD: Duration = Duration::from_secs(120);
 
-/// Minimum time between two reports that a pod fits on no node. The counts in the message change with every allocation for other pods.
-/// client-go's event recorder is as slow.
-const NO_NODE_REPORT_INTERVAL: Duration = Duration::from_secs(300);
+/// Maximum length of a reason for an unsuitable node, in bytes. The driver decides on the texts, and a waiting pod keeps one for each of up
+/// to 128 claims on a few hundred nodes; a message shows three. The built-in driver's are shorter.
+const REASON_MAX: usize = 640;
 
 const SILENT_DRIVER_REASON: &str = "OtherDriverSilent";
 
@@ -77,8 +77,8 @@ enum ContextPhase {
     },
     /// The driver evaluates nodes.
     Evaluating(EvaluationInput),
-    /// Writing our entries.
-    Publishing,
+    /// Writing these entries, which are all of ours.
+    Publishing(Vec<ResourceClaimSchedulingStatus>),
     Allocating(TransactionId),
 }
 
@@ -426,6 +426,7 @@ impl Context {
 
     /// Reports a problem of the pod unless it repeats the last report. Returns whether it was reported.
     pub(super) fn report(&mut self, reason: &'static str, message: String, actions: &mut Actions) -> bool {
+        let message = shortened(message, MESSAGE_MAX);
         self.set_waiting_reason(Some(reason), actions);
         if self
             .last_report
@@ -526,6 +527,23 @@ impl Context {
         self.phase = ContextPhase::ReadingPod { early: true };
     }
 
+    /// Whether this is the pod of the context.
+    fn is_of(&self, pod: &Pod) -> bool {
+        let uid = pod.metadata.uid.as_deref();
+        uid.is_some() && uid == self.owner_uid()
+    }
+
+    /// Whether the answer to an early read suffices. Users name the owners of claims, so it may be about another pod. And the claim names
+    /// in the pod's status may have been missing; the scheduler has seen them.
+    fn suffices(&self, pod: Option<&Pod>, cache: &Cache) -> bool {
+        let Some(pod) = pod.filter(|pod| self.is_of(pod)) else {
+            return false;
+        };
+        let mut resolved = cache.resolve_claims(self.namespace(), pod).into_iter();
+        pod.spec.resource_claims.len() > CLAIMS_MAX
+            || resolved.all(|(_, resolved)| matches!(resolved, Resolved::Claim(_) | Resolved::NotNeeded))
+    }
+
     /// Handles the answer to a read of the pod.
     pub(super) fn pod_read(
         &mut self,
@@ -534,15 +552,9 @@ impl Context {
         now: Moment,
     ) -> Actions {
         let early = self.phase == ContextPhase::ReadingPod { early: true };
-        // The claim names in the pod's status may have been missing at the time of an early read. The scheduler has seen them, so read
-        // again.
         if early
-            && let Ok(Some(pod)) = &answer
-            && pod.spec.resource_claims.len() <= CLAIMS_MAX
-            && cache
-                .resolve_claims(self.namespace(), pod)
-                .iter()
-                .any(|(_, resolved)| *resolved == Resolved::Awaited)
+            && let Ok(pod) = &answer
+            && !self.suffices(pod.as_deref(), cache)
         {
             return self.read_pod();
         }
@@ -550,8 +562,7 @@ impl Context {
         self.end_phase(&mut actions);
         match answer {
             Ok(Some(pod)) => {
-                self.backoff.succeeded();
-                let is_owner = pod.metadata.uid.is_some() && pod.metadata.uid.as_deref() == self.owner_uid();
+                let is_owner = self.is_of(&pod);
                 let is_over = matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed"));
                 let needs_claims = is_owner && !is_over && pod.metadata.deletion_timestamp.is_none();
                 let count = pod.spec.resource_claims.len();
@@ -566,6 +577,13 @@ impl Context {
                 } else {
                     PodKnown::Gone
                 };
+                let pod = self.pod.pod();
+                if pod.is_some_and(|pod| cache.is_unclear(self.namespace(), pod)) {
+                    // The status is not written yet: the next read comes after a delay.
+                    self.backoff.failed(now);
+                } else {
+                    self.backoff.succeeded();
+                }
             }
             Ok(None) => self.pod = PodKnown::Gone,
             Err(_) => self.backoff.failed(now),
@@ -625,6 +643,10 @@ impl Context {
             None => {
                 self.waiting = None;
                 actions.push(ContextAction::LeaveWakeUps);
+                // The status may have the claim's name by now.
+                if cache.is_unclear(self.namespace(), &pod) {
+                    actions.extend(self.read_pod());
+                }
             }
             Some(_) if matches!(self.pod, PodKnown::Served(_)) => actions.extend(self.read_pod()),
             Some(pending) => self.evaluate_or_act(key, &pod, &pending, cache, now, &mut actions),
@@ -843,6 +865,8 @@ impl Context {
         if self.invalid.as_ref() == Some(&input) {
             actions.push(ContextAction::EndWakeUp);
             self.begin_to_wait(cache, now, actions);
+            // Another pod may have used a claim when the driver answered.
+            self.give_up(cache, actions);
             return;
         }
         let known = self.evaluation.as_ref().filter(|(known, _)| *known == input);
@@ -881,6 +905,7 @@ impl Context {
         let by_recheck = std::mem::take(&mut self.by_recheck);
         match answer {
             Ok(evaluation) if evaluation.len() == input.claims.len() => {
+                let evaluation = bounded(evaluation, &input.nodes);
                 self.backoff.succeeded();
                 self.invalid = None;
                 let before = self.evaluation.as_ref();
@@ -1031,7 +1056,7 @@ impl Context {
             })
             .collect();
         if must_write && entries.iter().any(|entry| !has_entry(&object, entry)) {
-            self.phase = ContextPhase::Publishing;
+            self.phase = ContextPhase::Publishing(entries.clone());
             actions.push(ContextAction::Publish(entries));
         } else {
             // The wake-up changed nothing for this pod.
@@ -1046,10 +1071,12 @@ impl Context {
     /// Handles the outcome of writing our entries.
     pub(super) fn published(&mut self, outcome: Outcome<Arc<PodSchedulingContext>>, now: Moment) -> Actions {
         let mut actions = Vec::new();
-        self.end_phase(&mut actions);
-        match outcome {
+        let ContextPhase::Publishing(entries) = self.end_phase(&mut actions) else {
+            return actions;
+        };
+        let problem = match outcome {
             Outcome::Done(object) => {
-                self.backoff.succeeded();
+                let is_stored = entries.iter().all(|entry| has_entry(&object, entry));
                 if is_newer(
                     self.object.metadata.resource_version.as_deref(),
                     object.metadata.resource_version.as_deref(),
@@ -1057,17 +1084,31 @@ impl Context {
                 {
                     self.object = object;
                 }
-                self.count_wake_up(&mut actions);
+                if is_stored {
+                    if self.backoff.failures() > WRITES_BEFORE_REPORT {
+                        // The last report says that this write fails.
+                        self.last_report = None;
+                    }
+                    self.backoff.succeeded();
+                    self.count_wake_up(&mut actions);
+                    return actions;
+                }
+                Some("the API server stores other entries; does a webhook change them?".to_owned())
             }
             // Most often the context is gone because the pod was bound or deleted. If writes keep failing, it exists: report that.
-            Outcome::Refused(message) | Outcome::Unknown(message) | Outcome::Busy(message) => {
-                self.backoff.failed(now);
-                if self.backoff.failures() > WRITES_BEFORE_REPORT {
-                    let message = format!("the scheduler cannot be answered: {message}");
-                    self.report("AnswerRefused", message, &mut actions);
-                }
+            Outcome::Refused(message) | Outcome::Unknown(message) | Outcome::Busy(message) => Some(message),
+            Outcome::Conflict(_) => None,
+        };
+        self.backoff.failed(now);
+        if let Some(problem) = problem.filter(|_| self.backoff.failures() > WRITES_BEFORE_REPORT) {
+            let no_node_at = self.last_report.as_ref().and_then(|last| last.no_node_at);
+            let message = format!("the scheduler cannot be answered: {problem}");
+            if self.report("AnswerRefused", message, &mut actions)
+                && let Some(last) = &mut self.last_report
+            {
+                // Otherwise each attempt would report that the pod fits on no node, and then this again.
+                last.no_node_at = no_node_at;
             }
-            Outcome::Conflict(_) => self.backoff.failed(now),
         }
         actions
     }
@@ -1120,7 +1161,8 @@ impl Context {
                     // The node is published as unsuitable, so that the scheduler can select another.
                     CallErrorKind::Retry => {
                         if let Some(node) = node {
-                            self.refused_nodes.insert(node.to_owned(), error.message.clone());
+                            let reason = shortened(error.message.clone(), REASON_MAX);
+                            self.refused_nodes.insert(node.to_owned(), reason);
                         }
                         self.refusals.failed(now);
                         actions.extend(self.refusals.wait_until(now).map(ContextAction::StepAt));
@@ -1136,6 +1178,18 @@ impl Context {
         }
         actions
     }
+}
+
+/// The answer of a driver as it is kept: for these nodes only, and with short reasons.
+fn bounded(evaluation: Vec<UnsuitableNodes>, nodes: &[String]) -> Vec<UnsuitableNodes> {
+    let nodes: BTreeSet<&String> = nodes.iter().collect();
+    let of_claim = |unsuitable: UnsuitableNodes| -> UnsuitableNodes {
+        let evaluated = unsuitable.into_iter().filter(|(node, _)| nodes.contains(node));
+        evaluated
+            .map(|(node, reason)| (node, shortened(reason, REASON_MAX)))
+            .collect()
+    };
+    evaluation.into_iter().map(of_claim).collect()
 }
 
 /// Whether the driver is evaluating one of these claims for another pod.
@@ -1240,6 +1294,28 @@ fn summary(reasons: &BTreeMap<String, String>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::claims::Settings;
+
+    #[test]
+    fn the_reasons_of_a_driver_are_kept_up_to_a_limit() {
+        let mut context = Context::new(Arc::default(), 0);
+        context.phase = ContextPhase::Evaluating(EvaluationInput {
+            nodes: vec!["a".to_owned()],
+            claims: vec![("uid".to_owned(), None)],
+            capacity_generation: 0,
+            rechecks: 0,
+        });
+        let answer = ["a", "another"].map(|node| (node.to_owned(), "ü".repeat(5_000)));
+        let answer = Ok(vec![UnsuitableNodes::from(answer)]);
+        let cache = Cache::new(Settings::new("d.example"));
+        context.evaluated(answer, &cache, Moment::default());
+        let (_, kept) = context.evaluation.unwrap();
+        let [kept] = kept.as_slice() else {
+            panic!("{kept:?}")
+        };
+        assert!(kept.keys().eq(["a"]), "{kept:?}");
+        assert!(kept["a"].len() <= REASON_MAX, "{} bytes", kept["a"].len());
+    }
 
     #[test]
     fn a_reason_appears_once_and_the_commonest_comes_first() {

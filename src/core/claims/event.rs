@@ -17,6 +17,7 @@ use crate::api::resource::{
     AllocationResult, GROUP, NODE_LABEL, Pod, PodSchedulingContext, ResourceClaim,
     ResourceClaimConsumerReference, ResourceClaimSchedulingStatus, ResourceClass, VERSION, finalizer_of,
 };
+use crate::core::names::beginning;
 use crate::driver::{CapacityChange, DriverErrorKind, Finding, Observation, UnsuitableNodes};
 
 /// A point in time, as the duration since the controller's start.
@@ -509,6 +510,19 @@ pub enum DriverRequest {
     },
 }
 
+impl DriverRequest {
+    /// The namespace of the pod, or of the first claim.
+    pub(crate) fn namespace(&self) -> &str {
+        let metadata = match self {
+            Self::UnsuitableNodes { pod, .. } => Some(&pod.metadata),
+            Self::Allocate { claims, .. } => claims.first().map(|first| &first.claim.metadata),
+            Self::Deallocate { claim, .. } => Some(&claim.metadata),
+        };
+        let namespace = metadata.and_then(|metadata| metadata.namespace.as_deref());
+        namespace.unwrap_or_default()
+    }
+}
+
 /// A claim to evaluate or allocate, with its class.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ClaimToAllocate {
@@ -519,6 +533,20 @@ pub struct ClaimToAllocate {
     pub class: Arc<ResourceClass>,
 }
 
+/// Maximum length of a message in bytes: that of a note (`events.k8s.io/v1`). Drivers and webhooks decide on the texts, which are stored,
+/// queued and logged.
+pub(crate) const MESSAGE_MAX: usize = 1024;
+
+/// Cuts a text to this number of bytes, at a character boundary.
+pub(crate) fn shortened(text: String, bytes: usize) -> String {
+    const ELLIPSIS: &str = "…";
+    if text.len() <= bytes {
+        return text;
+    }
+    let end = bytes.saturating_sub(ELLIPSIS.len());
+    format!("{}{ELLIPSIS}", beginning(&text, end))
+}
+
 /// A message for users, written as an Event on the object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EventReport {
@@ -526,7 +554,7 @@ pub struct EventReport {
     pub regarding: Regarding,
     /// CamelCase reason from a small fixed set.
     pub reason: &'static str,
-    /// The problem and its fix.
+    /// The problem and its fix, in at most [`MESSAGE_MAX`] bytes.
     pub message: String,
 }
 

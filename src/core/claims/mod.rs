@@ -30,5 +30,6 @@ pub use event::{
     Command, DriverRequest, Event, EventReport, Moment, ObjectKey, Outcome, Regarding, Settings,
     context_patch,
 };
+pub(crate) use event::{MESSAGE_MAX, shortened};
 pub use state::ControllerState;
 pub use statistics::{QueueStatistics, Statistics};

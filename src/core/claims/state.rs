@@ -12,8 +12,8 @@ use crate::driver::{CapacityChange, Finding, Observation};
 use super::claim::{CLAIMS_MAX, Cache, Claim, ClaimAction, ClaimInput, ClaimPhase, is_generated};
 use super::context::{Context, ContextAction};
 use super::event::{
-    Answer, CallId, ClaimToAllocate, Command, DriverRequest, Event, EventReport, Moment, ObjectKey, Outcome,
-    Regarding, Settings, TransactionId, is_newer,
+    Answer, CallId, ClaimToAllocate, Command, DriverRequest, Event, EventReport, MESSAGE_MAX, Moment,
+    ObjectKey, Outcome, Regarding, Settings, TransactionId, is_newer, shortened,
 };
 use super::queue::{WAKE_UP_TIMEOUT, WakeUps, Work, WorkQueue};
 use super::statistics::{Statistics, is_failure};
@@ -48,6 +48,9 @@ enum Listed {
     Contexts,
 }
 
+/// Namespace of a claim and uid of its owner pod. Users can name any uid in a claim, but the pod is read in the claim's own namespace.
+type EarlyKey = (String, String);
+
 /// A pod that is read before its context exists.
 #[derive(Clone, Debug, PartialEq)]
 enum EarlyPod {
@@ -61,7 +64,7 @@ enum PendingCall {
     /// Reading the pod of a context, or writing its entries.
     Context { key: ObjectKey, uid: String },
     /// Reading a pod that has no context yet.
-    EarlyPod { uid: String },
+    EarlyPod { pod: EarlyKey },
     /// Evaluating nodes for a context.
     Evaluate {
         context: ObjectKey,
@@ -94,8 +97,8 @@ pub struct ControllerState {
     barrier: Barrier,
     cache: Cache,
     contexts: BTreeMap<ObjectKey, Context>,
-    /// Pods without a context, by uid, for [`OWNER_POD_TIMEOUT`] after a claim was generated for them.
-    early_pods: BTreeMap<String, EarlyPod>,
+    /// Pods without a context, for [`OWNER_POD_TIMEOUT`] after a claim was generated for them.
+    early_pods: BTreeMap<EarlyKey, EarlyPod>,
     transactions: BTreeMap<TransactionId, Transaction>,
     pending_calls: BTreeMap<CallId, PendingCall>,
     queue: WorkQueue,
@@ -227,7 +230,7 @@ impl ControllerState {
             self.see_written_claim(claim.clone(), now);
         }
         match pending_call {
-            PendingCall::EarlyPod { uid } => self.early_pod_read(&uid, answer),
+            PendingCall::EarlyPod { pod } => self.early_pod_read(&pod, answer),
             PendingCall::Evaluate { context, uid, claims } => {
                 self.end_evaluation(&claims);
                 self.context_answered(&context, &uid, answer, now);
@@ -248,7 +251,7 @@ impl ControllerState {
         self.commands.push(Command::Report(EventReport {
             regarding,
             reason,
-            message,
+            message: shortened(message, MESSAGE_MAX),
         }));
     }
 
@@ -257,6 +260,7 @@ impl ControllerState {
         let Some(claim) = self.cache.claims.get_mut(key) else {
             return false;
         };
+        let message = shortened(message, MESSAGE_MAX);
         if claim.reported.as_deref() == Some(&message) {
             return false;
         }
@@ -291,7 +295,7 @@ impl ControllerState {
                 if let Some(claim) = self.cache.claim_mut(key, uid)
                     && claim.reported.as_ref() == Some(&report.message)
                 {
-                    claim.reported = None;
+                    claim.forget_reports();
                     self.queue.insert_at(next, Work::Claim(key.clone()));
                 }
             }
@@ -493,14 +497,15 @@ impl ControllerState {
     /// Removes a claim from the index of its previous owner pod, and forgets a pod that was read early.
     fn leave_owner(&mut self, uid: &str, key: &ObjectKey) {
         self.cache.index.remove_owner(uid, key);
-        self.early_pods.remove(uid);
+        self.early_pods.remove(&(key.namespace.clone(), uid.to_owned()));
     }
 
     /// Lets all pods of the namespace be read for a claim that is still unallocated.
     fn open_claim(&mut self, key: &ObjectKey) {
         let claim = self.cache.claims.get(key);
         if let Some(owner) = claim.and_then(|claim| pod_owner_of(&claim.object.metadata)) {
-            self.early_pods.remove(&owner.uid);
+            let pod = (key.namespace.clone(), owner.uid.clone());
+            self.early_pods.remove(&pod);
         }
         if self.cache.index.open_candidate(key) {
             let first = ObjectKey::new(key.namespace.clone(), "");
@@ -924,29 +929,29 @@ impl ControllerState {
             return;
         };
         let key = ObjectKey::new(claim.namespace.clone(), owner.name.clone());
-        if !self.is_ready() || self.contexts.contains_key(&key) || self.early_pods.contains_key(&owner.uid) {
+        let pod = (claim.namespace.clone(), owner.uid.clone());
+        if !self.is_ready() || self.contexts.contains_key(&key) || self.early_pods.contains_key(&pod) {
             return;
         }
-        let uid = owner.uid.clone();
-        let pending_call = PendingCall::EarlyPod { uid: uid.clone() };
+        let pending_call = PendingCall::EarlyPod { pod: pod.clone() };
         let id = self.send(pending_call, |id| Command::ReadPod { id, key });
-        self.early_pods.insert(uid, EarlyPod::Reading(id));
+        self.early_pods.insert(pod, EarlyPod::Reading(id));
     }
 
-    fn early_pod_read(&mut self, uid: &str, answer: Answer) {
-        let Some(early) = self.early_pods.get_mut(uid) else {
+    fn early_pod_read(&mut self, early_pod: &EarlyKey, answer: Answer) {
+        let Some(early) = self.early_pods.get_mut(early_pod) else {
             return;
         };
         match answer {
             Answer::PodRead(Ok(Some(pod)))
-                if pod.metadata.uid.as_deref() == Some(uid)
+                if pod.metadata.uid.as_ref() == Some(&early_pod.1)
                     && pod.spec.resource_claims.len() <= CLAIMS_MAX =>
             {
                 *early = EarlyPod::Read(pod);
             }
             // After any error, and for a pod that is too large to be kept, the context reads the pod itself.
             _ => {
-                self.early_pods.remove(uid);
+                self.early_pods.remove(early_pod);
             }
         }
     }
@@ -956,7 +961,8 @@ impl ControllerState {
         let Some(context) = self.contexts.get_mut(key) else {
             return;
         };
-        let early = context.owner_uid().and_then(|uid| self.early_pods.remove(uid));
+        let uid = context.owner_uid().map(str::to_owned);
+        let early = uid.and_then(|uid| self.early_pods.remove(&(key.namespace.clone(), uid)));
         let actions = match early {
             Some(EarlyPod::Reading(id)) => {
                 context.await_early_pod();
@@ -1222,6 +1228,7 @@ mod tests {
 
     use super::*;
     use crate::api::resource::AllocationResult;
+    use crate::core::claims::{CallError, CallErrorKind, CallErrorSubject};
     use crate::driver::CapacityCause;
 
     fn claim(version: &str, owner: Option<(&str, &str, &str)>) -> Arc<ResourceClaim> {
@@ -1280,8 +1287,8 @@ mod tests {
         assert_eq!(owners("5", None), Vec::<String>::new());
     }
 
-    /// A started [`ControllerState`] that has read the owner pod of a new claim.
-    fn with_early_pod(spec: &Value) -> ControllerState {
+    /// A started [`ControllerState`] without claims and contexts.
+    fn started() -> ControllerState {
         let start = Moment::default();
         let class = json!({ "metadata": { "name": "class" }, "driverName": "d.example" });
         let class = Arc::new(serde_json::from_value(class).unwrap());
@@ -1291,27 +1298,163 @@ mod tests {
             Event::Claims(Vec::new()),
             Event::Contexts(Vec::new()),
             Event::DriverReady,
-            Event::Claim(claim("1", Some(("v1", "Pod", "pod")))),
         ] {
             state.apply(event, start);
         }
-        let mut commands = state.decide(start).into_iter();
-        let read = commands.find_map(|command| match command {
-            Command::ReadPod { id, .. } => Some(id),
-            _ => None,
+        state.decide(start);
+        state
+    }
+
+    /// The id of the only command, which reads the pod `n/p`.
+    #[track_caller]
+    fn only_read(commands: &[Command]) -> CallId {
+        match commands {
+            [Command::ReadPod { id, key }] if *key == ObjectKey::new("n", "p") => *id,
+            _ => panic!("{commands:?}"),
+        }
+    }
+
+    /// The answer that the pod `n/p` has these claims, and that its status names these.
+    fn pod(claims: &Value, statuses: &Value) -> Answer {
+        let pod = json!({
+            "metadata": { "namespace": "n", "name": "p", "uid": "pod" },
+            "spec": { "resourceClaims": claims },
+            "status": { "resourceClaimStatuses": statuses },
         });
-        let pod = json!({ "metadata": { "namespace": "n", "name": "p", "uid": "pod" }, "spec": spec });
-        let pod = Arc::new(serde_json::from_value(pod).unwrap());
-        let (id, answer) = (read.unwrap(), Answer::PodRead(Ok(Some(pod))));
+        Answer::PodRead(Ok(Some(Arc::new(serde_json::from_value(pod).unwrap()))))
+    }
+
+    /// An owner with the uid of the pod `n/p`.
+    fn owner(name: &str) -> Value {
+        json!({ "apiVersion": "v1", "kind": "Pod", "name": name, "uid": "pod", "controller": true })
+    }
+
+    /// A claim that is generated for an entry of this owner.
+    fn generated(namespace: &str, pod: &str, name: &str, entry: &str) -> Event {
+        let claim = json!({
+            "metadata": { "namespace": namespace, "name": name, "uid": name, "resourceVersion": "1",
+                "annotations": { "resource.kubernetes.io/pod-claim-name": entry }, "ownerReferences": [owner(pod)] },
+            "spec": { "resourceClassName": "class" },
+        });
+        Event::Claim(Arc::new(serde_json::from_value(claim).unwrap()))
+    }
+
+    /// The context of the pod `n/p`.
+    fn context() -> Arc<PodSchedulingContext> {
+        let context = json!({
+            "metadata": { "namespace": "n", "name": "p", "uid": "context", "resourceVersion": "1",
+                "ownerReferences": [owner("p")] },
+            "spec": { "potentialNodes": ["a"] },
+        });
+        Arc::new(serde_json::from_value(context).unwrap())
+    }
+
+    /// A started [`ControllerState`] that has read the owner pod of a new claim.
+    fn with_early_pod(claims: &Value) -> ControllerState {
+        let start = Moment::default();
+        let mut state = started();
+        state.apply(Event::Claim(claim("1", Some(("v1", "Pod", "pod")))), start);
+        let (id, answer) = (only_read(&state.decide(start)), pod(claims, &json!([])));
         state.apply(Event::Answer { id, answer }, start);
         state
+    }
+
+    #[test]
+    fn a_claim_that_names_the_uid_of_another_pod_hides_no_pod() {
+        let now = Moment::default();
+        for namespace in ["evil", "n"] {
+            let mut state = started();
+            state.apply(generated(namespace, "x", "x-c", "c"), now);
+            state.apply(generated("n", "p", "p-c", "c"), now);
+            state.apply(Event::Context(context()), now);
+            for command in state.decide(now) {
+                let Command::ReadPod { id, .. } = command else {
+                    panic!("{command:?}")
+                };
+                let answer = Answer::PodRead(Ok(None));
+                state.apply(Event::Answer { id, answer }, now);
+            }
+            only_read(&state.decide(now));
+        }
+    }
+
+    #[test]
+    fn a_pod_whose_claim_seems_to_be_anothers_is_read_again() {
+        let now = Moment::default();
+        let mut state = started();
+        // Until the pod's status has the name of its claim, the claim `p-c` seems to be meant.
+        state.apply(Event::Claim(claim("1", None)), now);
+        state.apply(generated("n", "p", "p-d-1", "d"), now);
+        let entry = |name| json!({ "name": name, "source": { "resourceClaimTemplateName": "t" } });
+        let claims = json!([entry("c"), entry("d")]);
+        let (id, answer) = (only_read(&state.decide(now)), pod(&claims, &json!([])));
+        state.apply(Event::Answer { id, answer }, now);
+        state.apply(Event::Context(context()), now);
+        let id = only_read(&state.decide(now));
+        let statuses = json!([{ "name": "c" }, { "name": "d", "resourceClaimName": "p-d-1" }]);
+        let answer = pod(&claims, &statuses);
+        state.apply(Event::Answer { id, answer }, now);
+        let commands = state.decide(now);
+        assert!(
+            matches!(commands.as_slice(), [Command::CallDriver { .. }]),
+            "{commands:?}"
+        );
+    }
+
+    #[test]
+    fn of_two_claims_of_an_entry_the_status_of_the_pod_decides() {
+        for is_late in [false, true] {
+            let start = Moment::default();
+            let claims = json!([{ "name": "c", "source": { "resourceClaimTemplateName": "t" } }]);
+            let unnamed = || pod(&claims, &json!([]));
+            let mut state = started();
+            let answered = |state: &mut ControllerState, id, answer, now| {
+                state.apply(Event::Answer { id, answer }, now);
+                state.decide(now)
+            };
+            state.apply(generated("n", "p", "p-c-1", "c"), start);
+            let id = only_read(&state.decide(start));
+            answered(&mut state, id, unnamed(), start);
+            let second = generated("n", "p", "p-c-2", "c");
+            if is_late {
+                state.apply(Event::Context(context()), start);
+                let commands = state.decide(start);
+                let [Command::CallDriver { id, .. }] = commands.as_slice() else {
+                    panic!("{commands:?}")
+                };
+                let answer = Answer::Evaluated(Ok(vec![BTreeMap::new()]));
+                state.apply(Event::Answer { id: *id, answer }, start);
+                state.apply(second, start);
+            } else {
+                state.apply(second, start);
+                state.apply(Event::Context(context()), start);
+            }
+            let id = only_read(&state.decide(start));
+            // The status is not written yet: the next read comes after a delay.
+            assert_eq!(answered(&mut state, id, unnamed(), start), []);
+            let later = state.next_deadline().unwrap();
+            assert!(later > start);
+            let id = only_read(&state.decide(later));
+            let statuses = json!([{ "name": "c", "resourceClaimName": "p-c-2" }]);
+            let commands = answered(&mut state, id, pod(&claims, &statuses), later);
+            let [
+                Command::CallDriver {
+                    request: DriverRequest::UnsuitableNodes { claims, .. },
+                    ..
+                },
+            ] = commands.as_slice()
+            else {
+                panic!("{commands:?}")
+            };
+            assert_eq!(claims[0].claim.metadata.name.as_deref(), Some("p-c-2"));
+        }
     }
 
     #[test]
     fn a_pod_read_early_is_kept_for_ten_seconds() {
         for is_allocated in [false, true] {
             let start = Moment::default();
-            let mut state = with_early_pod(&json!({}));
+            let mut state = with_early_pod(&json!([]));
             if is_allocated {
                 let mut allocated = (*claim("2", Some(("v1", "Pod", "pod")))).clone();
                 allocated.status.allocation = Some(AllocationResult::new("other.example", "{}"));
@@ -1327,7 +1470,7 @@ mod tests {
     #[test]
     fn a_pod_with_too_many_claims_is_not_kept_early() {
         for (number, kept) in [(CLAIMS_MAX, 1), (CLAIMS_MAX + 1, 0)] {
-            let state = with_early_pod(&json!({ "resourceClaims": vec![json!({ "name": "c" }); number] }));
+            let state = with_early_pod(&json!(vec![json!({ "name": "c" }); number]));
             assert_eq!(state.early_pods.len(), kept, "{number} claims");
         }
     }
@@ -1336,20 +1479,72 @@ mod tests {
     fn evaluating() -> (ControllerState, CallId) {
         let now = Moment::default();
         let entry = json!({ "name": "c", "source": { "resourceClaimTemplateName": "t" } });
-        let mut state = with_early_pod(&json!({ "resourceClaims": [entry] }));
-        let owner =
-            json!({ "apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "pod", "controller": true });
-        let context = json!({
-            "metadata": { "namespace": "n", "name": "p", "uid": "context", "resourceVersion": "1", "ownerReferences": [owner] },
-            "spec": { "potentialNodes": ["a"] },
-        });
-        let context = Arc::new(serde_json::from_value(context).unwrap());
-        state.apply(Event::Context(context), now);
+        let mut state = with_early_pod(&json!([entry]));
+        state.apply(Event::Context(context()), now);
         let commands = state.decide(now);
         let [Command::CallDriver { id, .. }] = commands.as_slice() else {
             panic!("{commands:?}")
         };
         (state, *id)
+    }
+
+    #[test]
+    fn a_long_text_of_a_driver_is_cut_before_it_is_stored_or_sent() {
+        let now = Moment::default();
+        let (mut state, id) = evaluating();
+        let key = ObjectKey::new("n", "p-c");
+        let error = CallError {
+            kind: CallErrorKind::Invalid,
+            subject: CallErrorSubject::Claim(key.clone()),
+            reason: "Test",
+            message: "ü".repeat(5_000),
+        };
+        let answer = Answer::Evaluated(Err(error));
+        state.apply(Event::Answer { id, answer }, now);
+        let commands = state.decide(now);
+        let messages = commands.iter().filter_map(|command| match command {
+            Command::Report(report) => Some(&report.message),
+            _ => None,
+        });
+        let stored = state.cache.claims[&key].reported.as_ref();
+        let lengths: Vec<usize> = messages.chain(stored).map(String::len).collect();
+        // The reports on the pod and on the claim, and the last of the claim.
+        assert_eq!(lengths.len(), 3, "{commands:?}");
+        assert!(lengths.iter().all(|bytes| *bytes <= MESSAGE_MAX), "{lengths:?}");
+    }
+
+    #[test]
+    fn entries_that_a_webhook_drops_are_written_rarely() {
+        let ten_minutes = Moment::new(Duration::from_secs(600));
+        let full = || Answer::Evaluated(Ok(vec![[("a".to_owned(), "full".to_owned())].into()]));
+        let (mut state, id) = evaluating();
+        let mut now = Moment::default();
+        state.apply(Event::Answer { id, answer: full() }, now);
+        let (mut writes, mut reports) = (0, Vec::new());
+        while now < ten_minutes && writes < 100 {
+            let commands = state.decide(now);
+            if commands.is_empty() {
+                now = state.next_deadline().unwrap();
+            }
+            for command in commands {
+                let (id, answer) = match command {
+                    Command::CallDriver { id, .. } => (id, full()),
+                    Command::WriteContext { id, .. } => {
+                        writes += 1;
+                        (id, Answer::ContextWritten(Outcome::Done(context())))
+                    }
+                    Command::Report(report) => {
+                        reports.push(report.reason);
+                        continue;
+                    }
+                    other => panic!("{other:?}"),
+                };
+                state.apply(Event::Answer { id, answer }, now);
+            }
+        }
+        assert!((5..=40).contains(&writes), "{writes} writes in ten minutes");
+        // Once, and again after five minutes.
+        assert_eq!(reports, ["NoSuitableDevice", "AnswerRefused"].repeat(2));
     }
 
     #[test]

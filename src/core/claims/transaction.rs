@@ -642,7 +642,7 @@ impl Transaction {
         match failure {
             None => {
                 claim.backoff.succeeded();
-                claim.reported = None;
+                claim.forget_reports();
                 None
             }
             Some(TransactionFailure::Withdrawn) => None,
@@ -659,6 +659,9 @@ impl Transaction {
                     claim.invalid_at = Some(capacity_generation);
                 } else {
                     claim.backoff.failed(now);
+                }
+                if !claim.begin_report(&error, now) {
+                    return None;
                 }
                 Some(match error.subject {
                     CallErrorSubject::Class(class) => ClaimAction::ReportWithClass {

@@ -1,6 +1,6 @@
 //! Pods with only some of their claims allocated: no pod keeps a partial allocation.
 
-use drayman::api::resource::ResourceClaimStatus;
+use drayman::api::resource::{AllocationMode, ResourceClaimStatus};
 
 use super::{
     expect_no_violation, healthy_cluster, is_bound, key, until_bound, until_last, until_late_write,
@@ -69,6 +69,32 @@ fn a_partial_allocation_is_kept_after_a_kill_if_possible() {
     cluster.set_devices("node-a", 2);
     until_bound(&mut cluster, "p");
     assert_eq!(rolled_back(&cluster), 0);
+    expect_no_violation(cluster);
+}
+
+#[test]
+fn a_shared_claim_is_rolled_back_when_its_other_pod_ends() {
+    let mut cluster = healthy_cluster(&[("node-a", 2)]);
+    cluster.set_parameters("shared", 1, true, true);
+    cluster.set_parameters("odd", 1, true, false);
+    cluster.create_claim(&key("s"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
+    cluster.run_for(SECOND);
+    cluster.command_log.clear();
+    cluster.create_pod(&key("p"), &[Use::Named("s"), Use::Template("gpu.odd")], None);
+    until_last(&mut cluster, "the driver is asked", "allocate");
+    cluster.fault_at(2, Fault::RequestLost);
+    cluster.run_until("one of two is recorded", |cluster| recorded(cluster) == 1);
+    cluster.crash();
+    // Pod p cannot get its other claim, but pod q uses the shared one.
+    cluster.set_parameters("odd", 1, false, false);
+    cluster.create_pod(&key("q"), &[Use::Named("s")], None);
+    until_bound(&mut cluster, "q");
+    cluster.run_for(30 * SECOND);
+    assert_eq!((recorded(&cluster), rolled_back(&cluster)), (1, 0));
+    cluster.store.delete_pod(&key("q"));
+    cluster.run_for(30 * SECOND);
+    assert_eq!((recorded(&cluster), rolled_back(&cluster)), (0, 1));
+    assert!(!is_bound(&cluster, "p"));
     expect_no_violation(cluster);
 }
 

@@ -117,6 +117,26 @@ fn a_pod_that_cannot_run_is_reported_again_after_minutes() {
 }
 
 #[test]
+fn an_immediate_claim_that_fits_nowhere_is_reported_rarely() {
+    let mut cluster = healthy_cluster(&[("node-a", 3)]);
+    cluster.set_parameters("four", 4, true, false);
+    cluster.create_claim(&key("greedy"), "gpu.four", AllocationMode::Immediate);
+    cluster.run_for(10 * SECOND);
+    for _ in 0..5 {
+        bound_pod(&mut cluster, "other");
+        cluster.run_for(SECOND);
+        cluster.store.delete_pod(&key("other"));
+        cluster.run_for(10 * SECOND);
+    }
+    let text = |held| format!("{held} of 3 devices held");
+    assert_eq!(messages(&cluster), [text(0)]);
+    bound_pod(&mut cluster, "last");
+    cluster.run_for(500 * SECOND);
+    assert_eq!(messages(&cluster), [text(0), text(1)]);
+    expect_no_violation(cluster);
+}
+
+#[test]
 fn a_device_freed_during_a_driver_call_is_not_missed() {
     for (slow, variant) in (1..=12).flat_map(|slow| (0..6).map(move |variant| (slow, variant))) {
         let mut cluster = healthy_cluster(&[("node-a", 1)]);
