@@ -1,6 +1,7 @@
 //! [`HostDriver`]: a device allocator behind one lock, updated by three watches and by the controller's observations.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -41,6 +42,8 @@ const INVENTORY_CHANGES_MAX: usize = 1024;
 const MAX_TRIES: usize = 3;
 /// Parameter objects per page of a list. Users can store a megabyte in each.
 const PARAMETERS_PAGE: u32 = 50;
+/// Number of selectors that calls look up before other tasks run: some milliseconds of work if their texts are long and begin alike.
+const LOOKUPS_MAX: usize = 256;
 
 /// The built-in driver: allocates the devices listed in NodeInventory objects, as requested by DeviceClassParameters and
 /// DeviceClaimParameters. Its calls send no requests to the API server.
@@ -63,10 +66,14 @@ struct HostDriverInner {
     synced: cell::Sender<Synced>,
     evaluator: Evaluator,
     turns: FairQueue,
+    /// Number of selectors looked up so far.
+    lookups: AtomicUsize,
     /// Held for one [piece](HostDriver::piece) of work on the controller's thread.
     pieces: AsyncMutex<()>,
     /// Held by the one search that runs on another thread. Waiters get it in the order of their requests.
     searches: Arc<AsyncMutex<()>>,
+    /// The lines in which the searches of each namespace wait before that, so that their number does not matter to other namespaces.
+    search_lines: FairQueue,
 }
 
 /// Both ends of the channel of findings.
@@ -174,8 +181,10 @@ impl HostDriver {
                 synced,
                 evaluator,
                 turns: FairQueue::default(),
+                lookups: AtomicUsize::default(),
                 pieces: AsyncMutex::default(),
                 searches: Arc::default(),
+                search_lines: FairQueue::default(),
             }),
         }
     }
@@ -237,16 +246,19 @@ impl HostDriverInner {
         }
     }
 
-    /// Evaluates the selectors in use against new devices of the inventories.
+    /// Evaluates the selectors in use against new devices of the inventories, in one task at a time.
     fn evaluate_due(self: &Arc<Self>) {
-        if self.state().due().is_none() {
-            return;
+        {
+            let mut state = self.state();
+            if state.evaluates_due || state.next_due().is_none() {
+                return;
+            }
         }
         let shared = Arc::clone(self);
         tokio::spawn(async move {
             let mut number = 0;
             loop {
-                let due = shared.state().due();
+                let due = shared.state().next_due();
                 let Some((namespace, kind, expression)) = due else {
                     break;
                 };
@@ -265,6 +277,11 @@ impl HostDriverInner {
         selectors: &[CheckedSelector],
     ) -> Result<(), DriverError> {
         for selector in selectors {
+            let before = self.lookups.fetch_add(1, Ordering::Relaxed);
+            if (before + 1).is_multiple_of(LOOKUPS_MAX) {
+                // Nothing else waits if all selectors have their results.
+                yield_now().await;
+            }
             self.state().expressions.request(selector)?;
             let (namespace, expression) = (selector.namespace(), selector.expression());
             let evaluated = self.evaluate_kind(namespace, kind, expression).await;
@@ -357,6 +374,8 @@ struct HostState {
     expressions: Expressions,
     /// Inventory changes since results for deleted devices were last dropped.
     inventory_changes: usize,
+    /// Whether a task evaluates expressions that are [due](Self::due).
+    evaluates_due: bool,
 }
 
 /// Devices for which an expression is pending.
@@ -376,6 +395,7 @@ impl HostState {
             claims: ObjectCache::default(),
             expressions: Expressions::default(),
             inventory_changes: 0,
+            evaluates_due: false,
         }
     }
 
@@ -437,6 +457,13 @@ impl HostState {
         let (kind, expression) = due.find(|(_, expression)| self.expressions.is_valid(expression))?;
         let namespace = self.expressions.namespace(expression);
         Some((namespace, kind.to_owned(), Arc::clone(expression)))
+    }
+
+    /// Like [`due`](Self::due), for the one task that evaluates these expressions: it ends at `None`, and a later change starts another.
+    fn next_due(&mut self) -> Option<(Arc<str>, String, Arc<str>)> {
+        let due = self.due();
+        self.evaluates_due = due.is_some();
+        due
     }
 
     /// Records the results or the error of an evaluation. Returns the number of results: each may help a pod, because a request for all
@@ -591,7 +618,7 @@ fn requested(claims: &[ClaimRequest<HostDriver>]) -> Vec<RequestedClaim<'_>> {
 }
 
 /// Work that would block the controller's thread too long. Up to [`QUICK_WORK_MAX`] steps run as one piece on that thread; more work
-/// runs on another thread, on copies, one call after the other.
+/// runs on another thread, on copies, one call after the other; namespaces take turns.
 impl HostDriver {
     /// Does some milliseconds of work under the lock. Many calls may have such work at the same time: between two pieces the
     /// runtime polls I/O and timers, so that probes and the lease wait for one piece only.
@@ -602,8 +629,18 @@ impl HostDriver {
         work(&mut self.shared.state())
     }
 
-    async fn search<T: Send + 'static>(&self, search: impl FnOnce() -> T + Send + 'static) -> T {
+    /// Runs a search for claims of one namespace on the other thread.
+    async fn search<T: Send + 'static>(
+        &self,
+        claims: &[ClaimRequest<Self>],
+        search: impl FnOnce() -> T + Send + 'static,
+    ) -> T {
+        let first = claims.first();
+        let namespace = first.and_then(|request| request.claim.metadata.namespace.as_deref());
+        let namespace: Arc<str> = namespace.unwrap_or_default().into();
+        let line = self.shared.search_lines.line(&namespace, &Arc::from("")).await;
         let turn = Arc::clone(&self.shared.searches).lock_owned().await;
+        drop(line);
         let searched = spawn_blocking(move || {
             // Held by the search, which continues if the call is dropped.
             let _turn = turn;
@@ -647,7 +684,7 @@ impl HostDriver {
             let (snapshots, matches) = self.snapshots(claims, some).await;
             let owned = Arc::clone(&owned);
             let (evaluated, done) = self
-                .search(move || {
+                .search(claims, move || {
                     let requested = requested(&owned);
                     let evaluate = |snapshot| node_fit(snapshot, &matches, &requested, &mut work);
                     let evaluated: Vec<_> = snapshots.iter().map(evaluate).collect();
@@ -679,7 +716,7 @@ impl HostDriver {
                 let (snapshots, matches) = self.snapshots(claims, some).await;
                 let owned = Arc::clone(&owned);
                 let (found, done) = self
-                    .search(move || {
+                    .search(claims, move || {
                         let found = first_fit(snapshots, &matches, &requested(&owned), &mut work);
                         (found, work)
                     })
@@ -720,7 +757,7 @@ impl HostDriver {
             let (snapshots, matches) = self.snapshots(claims, some).await;
             let owned = Arc::clone(&owned);
             (shortage, work) = self
-                .search(move || {
+                .search(claims, move || {
                     count_devices(snapshots, &matches, &requested(&owned), &mut shortage, &mut work);
                     (shortage, work)
                 })

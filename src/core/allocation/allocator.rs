@@ -342,11 +342,7 @@ impl DeviceAllocator {
 
     /// Copies the selector results for these claims.
     pub fn matches_of(&self, requested: &[RequestedClaim<'_>]) -> SelectorResults {
-        let requests = requested
-            .iter()
-            .flat_map(|request| request.device_requests.requests());
-        let selectors = requests.flat_map(CheckedRequest::selectors);
-        self.matches.some(selectors.map(CheckedSelector::expression))
+        self.matches.some(expressions(requested))
     }
 
     /// Adds the nodes on which each claim cannot be allocated together with the claims before it, with the reason. Returns the
@@ -541,6 +537,19 @@ pub struct AllocateOutcome {
     pub answer: Result<Vec<AllocationResult>, NotAllocated>,
     /// Number of devices that have become available because a claim was moved or lost its devices.
     pub freed: usize,
+}
+
+/// The expressions of these claims. A text that selectors share in memory, as those of claims with one parameters object do, occurs once:
+/// each lookup compares whole texts.
+fn expressions<'a>(requested: &[RequestedClaim<'a>]) -> impl Iterator<Item = &'a Arc<str>> {
+    let requests = requested
+        .iter()
+        .flat_map(|request| request.device_requests.requests());
+    let selectors = requests.flat_map(CheckedRequest::selectors);
+    let mut seen = BTreeSet::new();
+    selectors
+        .map(CheckedSelector::expression)
+        .filter(move |&expression| seen.insert(Arc::as_ptr(expression).addr()))
 }
 
 /// Evaluates claims in a snapshot with at most one node's share of the work.

@@ -21,6 +21,14 @@ use crate::core::allocation::parameters::{
     Amount, CheckedRequest, CheckedSelector, Constraint, DeviceRequests,
 };
 use crate::core::allocation::search::{Ask, CALL_WORK_MAX, Equal, NODE_WORK_MAX, Unfit, WorkBudget, search};
+use crate::core::names::beginning;
+
+/// Number of misfits in the text of a [`Shortage`]. The controller keeps such a text for each claim and node, and users decide how many
+/// misfits there are.
+const SHOWN_MISFITS_MAX: usize = 3;
+/// Maximum number of bytes of each of them: enough for the selector and an error of usual length. With the counts, the text stays below the
+/// 640 bytes that the controller keeps.
+const MISFIT_BYTES_MAX: usize = 128;
 
 /// A claim with its device request.
 #[derive(Clone, Copy, Debug)]
@@ -743,9 +751,20 @@ impl fmt::Display for Shortage {
             (_, _) => write!(f, "{held} of {total} held, {unhealthy} unhealthy")?,
         }
         let mut separator = if held + unhealthy > 0 { ", " } else { "" };
-        for (misfit, number) in misfits {
-            write!(f, "{separator}{number} of {total} {misfit}")?;
+        // The most frequent first.
+        let mut shown: Vec<_> = misfits.iter().collect();
+        shown.sort_by_key(|(_, number)| std::cmp::Reverse(**number));
+        for (misfit, number) in shown.into_iter().take(SHOWN_MISFITS_MAX) {
+            let reason = misfit.to_string();
+            let shown = beginning(&reason, MISFIT_BYTES_MAX);
+            let ellipsis = if shown.len() < reason.len() { "…" } else { "" };
+            write!(f, "{separator}{number} of {total} {shown}{ellipsis}")?;
             separator = ", ";
+        }
+        match misfits.len().saturating_sub(SHOWN_MISFITS_MAX) {
+            0 => {}
+            1 => write!(f, ", and 1 more reason")?,
+            more => write!(f, ", and {more} more reasons")?,
         }
         let free = self.free();
         if let Some(unmet_condition) = unmet_condition {

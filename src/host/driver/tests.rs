@@ -135,6 +135,66 @@ async fn only_new_devices_of_an_inventory_are_evaluated_in_advance() {
 }
 
 #[tokio::test]
+async fn one_task_evaluates_the_changes_of_many_inventories() {
+    let driver = HostDriver::unwatched(DRIVER);
+    let mut changes = std::pin::pin!(driver.capacity_changes());
+    let nodes = vec![node("a", "test", 3), node("b", "other", 3)];
+    driver.shared.inventories(WatchUpdate::All(nodes));
+    let held = "device.attributes['d'].number > 1";
+    let other = "device.attributes['d'].number > 2";
+    for (kind, expression) in [("test", held), ("other", other)] {
+        write(&driver, kind, kind, expression);
+        evaluate(driver.clone(), class(kind, expression)).await.unwrap();
+    }
+    assert_eq!(results(&driver), 6);
+    while changes.next().now_or_never().is_some() {}
+
+    let line = driver.shared.turns.line(&"".into(), &held.into()).await;
+    let tasks = Arc::strong_count(&driver.shared);
+    for number in 1..=100 {
+        let (name, more) = node("a", "test", 3 + number);
+        driver.shared.inventories(WatchUpdate::Set(name, more));
+        driver.shared.evaluate_due();
+        tokio::task::yield_now().await;
+    }
+    // Another expression becomes due while the task waits.
+    let (name, more) = node("b", "other", 5);
+    driver.shared.inventories(WatchUpdate::Set(name, more));
+    driver.shared.evaluate_due();
+    tokio::task::yield_now().await;
+    assert_eq!(Arc::strong_count(&driver.shared), tasks + 1);
+    while changes.next().now_or_never().is_some() {}
+    drop(line);
+    let evaluated = changes.next().await.unwrap();
+    assert_eq!(evaluated.pods, Some(102));
+    assert_eq!(results(&driver), 108);
+
+    // The task has ended, and the next change starts another one.
+    let (name, more) = node("a", "test", 104);
+    driver.shared.inventories(WatchUpdate::Set(name, more));
+    assert_eq!(changes.next().await.unwrap().pods, Some(1));
+    driver.shared.evaluate_due();
+    assert_eq!(changes.next().await.unwrap().pods, Some(1));
+    assert_eq!(results(&driver), 109);
+}
+
+#[tokio::test]
+async fn calls_with_known_selectors_let_other_tasks_run() {
+    let driver = HostDriver::unwatched(DRIVER);
+    write(&driver, "class", "test", "true");
+    let class = class("test", "true");
+    evaluate(driver.clone(), class.clone()).await.unwrap();
+    let look_up = || driver.shared.evaluate_all(class.kind(), class.selectors());
+    assert!(look_up().now_or_never().is_some(), "it has its result");
+    let many = async {
+        for _ in 0..LOOKUPS_MAX {
+            look_up().await.unwrap();
+        }
+    };
+    assert!(many.now_or_never().is_none());
+}
+
+#[tokio::test]
 async fn claim_parameters_are_reported_for_their_namespace() {
     let driver = HostDriver::unwatched(DRIVER);
     let mut changes = std::pin::pin!(driver.capacity_changes());
@@ -228,6 +288,36 @@ async fn a_hard_search_leaves_the_thread_to_other_pods() {
         reason.contains("steps on one node") && reason.contains("ask for fewer"),
         "{reason}"
     );
+}
+
+#[tokio::test]
+async fn searches_of_a_crowded_namespace_do_not_delay_another() {
+    const CROWD: usize = 20;
+    let driver = HostDriver::unwatched(DRIVER);
+    let log: Arc<Mutex<Vec<&str>>> = Arc::default();
+    let search = |namespace: &'static str| {
+        let (driver, log) = (driver.clone(), Arc::clone(&log));
+        let mut claims = claims("p", 1, &[1], None);
+        Arc::make_mut(&mut claims[0].claim).metadata.namespace = Some(namespace.to_owned());
+        tokio::spawn(async move {
+            let search = move || log.lock().unwrap().push(namespace);
+            driver.search(&claims, search).await;
+        })
+    };
+    let running = driver.shared.searches.lock().await;
+    let mut searches: Vec<_> = (0..CROWD).map(|_| search("crowd")).collect();
+    for _ in 0..CROWD {
+        tokio::task::yield_now().await;
+    }
+    searches.push(search("small"));
+    tokio::task::yield_now().await;
+    drop(running);
+    for search in searches {
+        search.await.unwrap();
+    }
+    let log = log.lock().unwrap();
+    assert_eq!(log.len(), CROWD + 1);
+    assert_eq!(log[..2], ["crowd", "small"], "{log:?}");
 }
 
 #[tokio::test]

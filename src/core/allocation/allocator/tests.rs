@@ -4,8 +4,10 @@ use super::*;
 
 mod allocator {
     use super::*;
+    use crate::api::crd::{DeviceClassParametersSpec, DeviceSelector};
     use crate::api::resource::ResourceHandle;
     use crate::core::allocation::evaluate::RequestedClaim;
+    use crate::core::allocation::parameters::{ClaimParameters, ClassParameters};
     use crate::core::allocation::tests::fixture::{self, DRIVER, claim, device_requests, inventory, node};
 
     fn allocator(devices: &[&str]) -> DeviceAllocator {
@@ -74,6 +76,23 @@ mod allocator {
             matches!(answer, Err((1, AllocateError::Unsuitable { .. }))),
             "{answer:?}"
         );
+    }
+
+    #[test]
+    fn claims_with_the_same_parameters_are_looked_up_once() {
+        let spec = DeviceClassParametersSpec {
+            kind: "test".into(),
+            selectors: vec![DeviceSelector::cel("true"), DeviceSelector::cel("false")],
+            ..DeviceClassParametersSpec::default()
+        };
+        let class = ClassParameters::check("class", Ok(spec)).unwrap();
+        let device_requests = DeviceRequests::new(&class, ClaimParameters::default());
+        let claims: Vec<_> = (0..128)
+            .map(|number| (claim(&format!("u{number}"), None), device_requests.clone()))
+            .collect();
+        let requested = fixture::requested(&claims);
+        let found: Vec<&str> = expressions(&requested).map(|expression| &**expression).collect();
+        assert_eq!(found, ["true", "false"]);
     }
 
     #[test]

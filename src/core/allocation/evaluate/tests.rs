@@ -419,6 +419,48 @@ mod unsuitable {
     }
 
     #[test]
+    fn many_long_reasons_make_a_short_text() {
+        let shortage = |reasons: usize| {
+            // Cut in the middle of a character.
+            let error = format!("e{}", "é".repeat(400));
+            let misfit = |number: usize| {
+                let selector = format!("selector {number:02} of request gpu");
+                (Misfit::Failed(selector, error.clone()), 1)
+            };
+            let shortage = Shortage {
+                kind: "test".into(),
+                total: reasons,
+                requested_count: 2,
+                misfits: (0..reasons).map(misfit).collect(),
+                ..Shortage::default()
+            };
+            shortage.to_string()
+        };
+        let text = shortage(80);
+        assert!(text.len() <= 640, "{} bytes: {text}", text.len());
+        assert_eq!(text.matches("1 of 80 ").count(), 3, "{text}");
+        assert!(
+            text.starts_with("1 of 80 cause an error in selector 00 of request gpu (eéé")
+                && text.ends_with("éé…, and 77 more reasons, 2 requested"),
+            "{text}"
+        );
+        assert!(shortage(4).ends_with("éé…, and 1 more reason, 2 requested"));
+        assert!(shortage(3).ends_with("éé…, 2 requested"));
+        let misfit = |number: usize| (Misfit::Failed(format!("selector {number}"), "e".into()), number);
+        let frequent = Shortage {
+            kind: "test".into(),
+            total: 10,
+            misfits: (1..5).map(misfit).collect(),
+            ..Shortage::default()
+        };
+        let text = frequent.to_string();
+        assert!(
+            text.starts_with("4 of 10 ") && text.contains(", 2 of 10 ") && !text.contains(", 1 of 10 "),
+            "{text}"
+        );
+    }
+
+    #[test]
     fn a_missing_kind_and_one_of_another_mode_are_different_errors() {
         let none = Shortage {
             kind: "test".into(),
