@@ -1,8 +1,9 @@
 //! Watches the configuration file and applies changes without a restart.
 //!
 //! Kubernetes changes a mounted ConfigMap by renaming a symbolic link beside the file (`..data`); an editor renames or rewrites the
-//! file. Both are events of the directory. SIGHUP triggers a read as well, for files that change in other ways. An invalid file is
-//! rejected, and the previous configuration remains in force.
+//! file. Both are events of the directory. SIGHUP triggers a read as well, for files that change in other ways. A file that is invalid or
+//! cannot be read is rejected, and the previous configuration remains in force; it is read again after a pause, since the cause may pass
+//! without an event of the directory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -24,7 +25,7 @@ use crate::node::directory_watch::DirectoryWatches;
 
 /// How long to gather events before reading the file: a writer causes several.
 const GATHER: Duration = Duration::from_millis(200);
-/// Read interval if the file cannot be watched.
+/// Read interval if the file cannot be watched, or was rejected.
 const POLL_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Extended resources by name.
@@ -74,6 +75,7 @@ impl Follower {
                     sleep(GATHER).await;
                     changes.drain();
                 }
+                () = sleep(POLL_INTERVAL), if refused.is_some() => {}
                 () = heard(hangup.as_mut()) => {
                     info!("SIGHUP: the configuration is read again");
                     refused = None;
@@ -168,7 +170,52 @@ async fn heard(signal: Option<&mut Signal>) {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use tokio::time::timeout;
+
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_file_that_cannot_be_read_is_read_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let [watched, elsewhere] = ["watched", "elsewhere"].map(|name| directory.path().join(name));
+        fs::create_dir(&watched).unwrap();
+        fs::create_dir(&elsewhere).unwrap();
+        // A link into another directory, whose changes cause no event.
+        let (file, target) = (watched.join("node.yaml"), elsewhere.join("node.yaml"));
+        symlink(&target, &file).unwrap();
+        let (configuration, mut read) = watch::channel(Arc::default());
+        let (resources, _) = watch::channel(Arc::default());
+        let (notices, mut events) = mpsc::channel(8);
+        let follower = Follower {
+            file,
+            configuration,
+            resources,
+            notices,
+        };
+        let end = CancellationToken::new();
+        tokio::spawn(follower.run(end.clone()));
+        assert_eq!(events.recv().await.unwrap().reason, "ConfigurationUnreadable");
+        sleep(POLL_INTERVAL * 5 / 2).await;
+        assert!(
+            events.try_recv().is_err(),
+            "an equal problem is not reported again"
+        );
+
+        let text = "apiVersion: drayman.dev/v1alpha1\n\
+            kind: NodeConfiguration\n\
+            kinds: [{name: test, paths: [/dev/test-0]}]\n";
+        fs::write(target, text).unwrap();
+        timeout(2 * POLL_INTERVAL, read.changed())
+            .await
+            .expect("the file is read again")
+            .unwrap();
+        assert_eq!(read.borrow().kinds.len(), 1);
+        assert_eq!(events.recv().await.unwrap().reason, "ConfigurationChanged");
+        end.cancel();
+    }
 
     #[test]
     fn a_file_without_a_directory_is_in_the_working_directory() {

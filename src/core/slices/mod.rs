@@ -6,8 +6,11 @@
 //! * A slice has a fixed name, so a repeated create cannot make a second one.
 //! * A device stays in its slice. A device that comes, goes or changes is one write, and the pool is complete before and after it. Slices
 //!   that change independently need no new generation: each write alone is a valid change of the pool.
-//! * Only a different number of slices, or a device that moves to another slice, needs a new generation in all slices.
-//! * A rejected write does not hold up the changes that need no new generation.
+//! * Only a different number of slices, or a device that moves to another slice, needs a new generation in all slices. From its first write
+//!   to its last, the pool is incomplete. So each change that needs no new generation is stored before, and then the writes that are most
+//!   likely to be rejected: while one of these is, the stored generation stays complete.
+//! * A rejected write does not hold up the changes that need no new generation. A rejected deletion holds up only a new generation that
+//!   needs the slice's name.
 //! * Stale input is safe: each replacement and deletion names the version it is for, and a conflict is resolved by reading the object.
 
 mod render;
@@ -351,19 +354,6 @@ impl Slices {
                 && pool.generation < i64::MAX
                 && name.is_some_and(|name| layout.contains_key(name))
         };
-        let is_obsolete = |slice: &&ResourceSlice| !is_desired(slice);
-        // A slice with finalizers stays until they are removed.
-        let is_deletable = |slice: &&ResourceSlice| slice.metadata.deletion_timestamp.is_none();
-        let obsolete = observed
-            .values()
-            .filter(is_obsolete)
-            .filter(is_deletable)
-            .map(delete)
-            .min_by_key(|write| self.is_rejected(write));
-        if obsolete.as_ref().is_some_and(|write| !self.is_rejected(write)) {
-            return obsolete;
-        }
-
         let count = i64::try_from(layout.len()).unwrap_or(i64::MAX);
         let current: Vec<&ResourceSlice> = self
             .stored()
@@ -379,27 +369,103 @@ impl Slices {
             self.generation.max(1)
         };
 
-        // Slices of this generation with wrong content come first: once the last slice is written, the pool is complete. Such writes do not
-        // depend on each other, so they precede a rejected one (rank 1). All others wait for it.
-        let mut next: Option<(u8, Write)> = obsolete.map(|write| (1, write));
-        for (name, devices) in layout {
-            let slice = self.slice(&name, generation, count, devices);
-            let (rank, write) = match observed.get(&name) {
+        // Whether schedulers use the stored generation.
+        let is_usable = current.iter().any(|slice| is_desired(slice))
+            && current
+                .iter()
+                .all(|slice| i64::try_from(current.len()) == Ok(slice.spec.pool.resource_slice_count));
+
+        // The lowest rank is next:
+        //
+        // * 0: obsolete slices, and slices of this generation with wrong content. These writes do not depend on each other, and once the
+        //   last slice is written, the pool is complete.
+        // * 1: a rejected write. Those of the following ranks wait for it.
+        // * 2: slices whose last write was rejected. 3: new slices. 4: slices of an earlier generation.
+        // * 5: rejected deletions, obsolete slices of an earlier generation, which schedulers ignore, and those that the stored generation
+        //   still needs.
+        let is_obsolete = |slice: &&ResourceSlice| !is_desired(slice);
+        // A slice with finalizers stays until they are removed.
+        let is_deletable = |slice: &&ResourceSlice| slice.metadata.deletion_timestamp.is_none();
+        let deletion = |slice: &ResourceSlice| {
+            let write = delete(slice);
+            let pool = &slice.spec.pool;
+            let is_older = pool.name == self.pool.node_name && pool.generation < self.generation;
+            let is_needed = is_usable && current.contains(&slice);
+            let is_last = is_older || is_needed || self.is_rejected(&write);
+            (if is_last { 5 } else { 0 }, write)
+        };
+        let mut next: Option<(u8, Write)> = observed
+            .values()
+            .filter(is_obsolete)
+            .filter(is_deletable)
+            .map(deletion)
+            .min_by_key(|(rank, _)| *rank);
+        for (name, devices) in &layout {
+            let slice = self.slice(name, generation, count, devices.clone());
+            let (rank, write) = match observed.get(name) {
+                // In the way until it is deleted.
+                Some(stored) if is_obsolete(&stored) && is_deletable(&stored) => (0, delete(stored)),
                 Some(stored) if stored.spec.pool == slice.spec.pool && self.is_current(stored, &slice) => {
                     continue;
                 }
-                Some(stored) if stored.spec.pool.generation == generation => {
-                    let write = replace(slice, stored);
-                    (u8::from(self.is_rejected(&write)), write)
-                }
-                Some(stored) => (2, replace(slice, stored)),
+                Some(stored) if stored.spec.pool.generation == generation => (0, replace(slice, stored)),
+                Some(stored) => (4, replace(slice, stored)),
                 None => (3, Write::Create(Box::new(slice))),
+            };
+            let rank = match rank {
+                _ if self.is_rejected(&write) => 1,
+                3 | 4 if self.rejected.contains_key(name) => 2,
+                rank => rank,
             };
             if next.as_ref().is_none_or(|(best, _)| rank < *best) {
                 next = Some((rank, write));
             }
         }
-        next.map(|(_, write)| write)
+        let (_, write) = next?;
+        // Before a new generation, and while a rejected write holds it up, the devices of the stored one change in their slices.
+        if is_usable && generation > self.generation {
+            let published: BTreeSet<&str> = current
+                .iter()
+                .flat_map(|slice| devices_of(slice))
+                .map(|device| device.name.as_str())
+                .collect();
+            let is_held = self.is_rejected(&write);
+            let mut due = current.iter().filter(|stored| is_held || is_desired(stored));
+            let update = due.find_map(|stored| {
+                let desired = stored.metadata.name.as_ref().and_then(|name| layout.get(name));
+                let desired = desired.into_iter().flatten().copied();
+                let new = desired.filter(|device| !published.contains(device.name.as_str()));
+                self.update(stored, new.collect())
+            });
+            return update.or(Some(write));
+        }
+        Some(write)
+    }
+
+    /// Brings the devices of a stored slice up to date, and adds new ones if there is room; `None` if it is up to date, or if its last write
+    /// was rejected.
+    fn update(&self, stored: &ResourceSlice, new: Vec<&Device>) -> Option<Write> {
+        let name = stored.metadata.name.as_deref()?;
+        let pool = &stored.spec.pool;
+        let names: BTreeSet<&str> = devices_of(stored)
+            .iter()
+            .map(|device| device.name.as_str())
+            .collect();
+        let devices = self.devices.iter();
+        let mut devices: Vec<&Device> = devices
+            .filter(|device| names.contains(device.name.as_str()))
+            .collect();
+        let room = self.offered.devices_per_slice();
+        if devices.len() + new.len() <= room {
+            devices.extend(new);
+            devices.sort_unstable_by(|one, other| one.name.cmp(&other.name));
+        } else if devices.len() > room {
+            // A slice from before taints were possible: with one, it has less room.
+            devices.retain(|device| !has_taints(device));
+        }
+        let slice = self.slice(name, pool.generation, pool.resource_slice_count, devices);
+        let is_due = !self.rejected.contains_key(name) && !self.is_current(stored, &slice);
+        is_due.then(|| replace(slice, stored))
     }
 
     /// Distributes the devices. A device stays in the slice that has it; others fill the first slices with room. One empty slice at the

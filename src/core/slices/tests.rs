@@ -327,11 +327,18 @@ fn a_rejected_write_precedes_only_those_of_a_new_generation() {
     assert_eq!(slices.next().as_ref(), Some(&first));
     assert!(slices.is_rejected(&first), "it waits for its turn");
     slices.rejected(&first);
-    assert_eq!(slices.next(), Some(third), "both are tried again");
+    assert_eq!(slices.next().as_ref(), Some(&third), "both are tried again");
+    server.write(&mut slices, &third);
 
-    // 61 more devices are another slice.
+    // 61 more devices fill two slices, and are another one.
     changed.extend((0..61).map(|index| device(&format!("e{index:04}"), true)));
     slices.set_devices(Arc::new(changed.clone()));
+    for name in ["node-a.drayman.dev-01", "node-a.drayman.dev-03"] {
+        let update = slices.next().unwrap();
+        assert_eq!(update.name(), name);
+        server.write(&mut slices, &update);
+    }
+    assert_eq!(slices.generation, 1);
     let write = slices.next().unwrap();
     assert!(matches!(&write, Write::Replace(slice) if slice.spec.pool.generation == 2));
     assert_eq!(write.name(), "node-a.drayman.dev-00");
@@ -342,6 +349,108 @@ fn a_rejected_write_precedes_only_those_of_a_new_generation() {
     let write = slices.next().unwrap();
     assert_eq!(write.name(), "node-a.drayman.dev-00");
     assert!(!slices.is_rejected(&write), "its content changed");
+}
+
+#[test]
+fn a_new_generation_waits_for_a_rejected_slice() {
+    let (mut server, mut slices) = started(TAINTS, 200);
+    let mut changed = (*devices(200)).clone();
+    changed.extend([device("d0130", false)]);
+    slices.set_devices(Arc::new(changed.clone()));
+    let write = slices.next().unwrap();
+    slices.rejected(&write);
+    // 61 more devices fill a slice, and are another one.
+    changed.extend((*devices(261)).clone().split_off("d0200"));
+    slices.set_devices(Arc::new(changed.clone()));
+    let update = slices.next().unwrap();
+    assert_eq!(update.name(), "node-a.drayman.dev-03");
+    server.write(&mut slices, &update);
+    let write = slices.next().unwrap();
+    assert_eq!(write.name(), "node-a.drayman.dev-02");
+    assert!(slices.is_rejected(&write));
+
+    changed.extend([device("d0003", false)]);
+    changed.remove("d0070");
+    slices.set_devices(Arc::new(changed));
+    let before = server.complete.len();
+    for name in ["node-a.drayman.dev-00", "node-a.drayman.dev-01"] {
+        let update = slices.next().unwrap();
+        assert_eq!(update.name(), name, "the stored generation still changes");
+        server.write(&mut slices, &update);
+    }
+    assert_eq!((slices.generation, server.complete.len()), (1, before + 2));
+    assert_eq!(slices.next().as_ref(), Some(&write));
+    server.write(&mut slices, &write);
+    server.settle(&mut slices);
+    assert_eq!((slices.generation, server.names().len()), (2, 260));
+}
+
+#[test]
+fn a_new_generation_begins_with_its_new_slices() {
+    let (mut server, mut slices) = started(TAINTS, 256);
+    slices.set_devices(devices(257));
+    let write = slices.next().unwrap();
+    assert!(matches!(write, Write::Create(_)), "{write:?}");
+    slices.rejected(&write);
+    assert_eq!(slices.next().as_ref(), Some(&write));
+    let mut stored = server.stored.values();
+    assert!(stored.all(|slice| slice.spec.pool.generation == 1));
+    server.write(&mut slices, &write);
+    assert_eq!(server.settle(&mut slices), 4);
+    assert_eq!((slices.generation, server.names().len()), (2, 257));
+}
+
+#[test]
+fn a_rejected_device_leaves_the_stored_generation_complete() {
+    let (mut server, mut slices) = started(TAINTS, 100);
+    let mut changed = (*devices(100)).clone();
+    changed.extend((0..41).map(|index| device(&format!("e{index:04}"), true)));
+    slices.set_devices(Arc::new(changed));
+    // It has room in the second slice; the last devices need a third one.
+    for _ in 0..20 {
+        let write = slices.next().unwrap();
+        let (Write::Create(slice) | Write::Replace(slice)) = &write else {
+            panic!("{write:?}");
+        };
+        if devices_of(slice).iter().any(|device| device.name == "e0000") {
+            slices.rejected(&write);
+        } else {
+            server.write(&mut slices, &write);
+        }
+        let stored = server.stored.values().map(|slice| &slice.spec.pool);
+        let generation = stored.clone().map(|pool| pool.generation).max();
+        let complete: Vec<_> = stored
+            .filter(|pool| Some(pool.generation) == generation)
+            .collect();
+        let expected = usize::try_from(complete[0].resource_slice_count).unwrap();
+        assert_eq!(complete.len(), expected, "{write:?}");
+    }
+}
+
+#[test]
+fn surplus_slices_stay_while_a_new_generation_is_rejected() {
+    let (mut server, mut slices) = started(TAINTS, 320);
+    let mut changed = (*devices(320)).clone();
+    changed.extend([device("d0003", false)]);
+    slices.set_devices(Arc::new(changed.clone()));
+    let write = slices.next().unwrap();
+    slices.rejected(&write);
+    // Two slices have no device, and one of them stays.
+    changed.retain(|name, _| name.as_str() < "d0128");
+    slices.set_devices(Arc::new(changed));
+    let before = server.complete.len();
+    for _ in 0..3 {
+        let update = slices.next().unwrap();
+        server.write(&mut slices, &update);
+    }
+    assert_eq!((server.stored.len(), server.names().len()), (5, 128));
+    assert_eq!(server.complete.len(), before + 3);
+    let write = slices.next().unwrap();
+    assert_eq!(write.name(), "node-a.drayman.dev-00");
+    assert!(slices.is_rejected(&write));
+    server.write(&mut slices, &write);
+    server.settle(&mut slices);
+    assert_eq!((slices.generation, server.stored.len()), (2, 3));
 }
 
 #[test]
@@ -358,11 +467,35 @@ fn a_rejected_deletion_holds_up_no_change() {
     slices.rejected(&deletion);
     let mut changed = (*devices(65)).clone();
     changed.extend([device("d0003", false)]);
-    slices.set_devices(Arc::new(changed));
+    slices.set_devices(Arc::new(changed.clone()));
     let other = slices.next().unwrap();
     assert_eq!(other.name(), "node-a.drayman.dev-00");
     server.write(&mut slices, &other);
+    assert_eq!(slices.next().as_ref(), Some(&deletion));
+
+    // 64 more devices fill a slice, and are another one.
+    changed.extend((*devices(129)).clone().split_off("d0065"));
+    slices.set_devices(Arc::new(changed));
+    for _ in 0..4 {
+        let write = slices.next().unwrap();
+        assert_ne!(write, deletion);
+        server.write(&mut slices, &write);
+    }
+    assert_eq!(slices.generation, 2);
     assert_eq!(slices.next(), Some(deletion));
+}
+
+#[test]
+fn a_name_in_another_pool_is_free_only_after_its_deletion() {
+    let (mut server, mut slices) = started(TAINTS, 65);
+    let mut foreign = server.stored["node-a.drayman.dev-01"].clone();
+    foreign.spec.pool.name = "another".into();
+    server.store(foreign);
+    server.deliver(&mut slices);
+    let deletion = slices.next().unwrap();
+    assert!(matches!(deletion, Write::Delete { .. }), "{deletion:?}");
+    slices.rejected(&deletion);
+    assert_eq!(slices.next(), Some(deletion), "a slice cannot change its pool");
 }
 
 #[test]
@@ -430,6 +563,24 @@ fn a_slice_with_a_finalizer_is_not_in_the_way() {
     slices.written(&write, Some(kept));
     assert_eq!(server.settle(&mut slices), 1);
     assert_eq!(slices.generation, 2, "the stray slice is of a lower generation");
+}
+
+#[test]
+fn a_slice_whose_deletion_is_rejected_is_not_in_the_way() {
+    let (mut server, mut slices) = started(TAINTS, 1);
+    let mut stray = server.stored["node-a.drayman.dev-00"].clone();
+    stray.metadata.name = Some("elsewhere".into());
+    stray.metadata.uid = Some("s".into());
+    server.store(stray);
+    server.deliver(&mut slices);
+    let deletion = slices.next().unwrap();
+    assert_eq!(deletion.name(), "elsewhere");
+    slices.rejected(&deletion);
+    let write = slices.next().unwrap();
+    assert_eq!(write.name(), "node-a.drayman.dev-00");
+    server.write(&mut slices, &write);
+    assert_eq!(slices.generation, 2, "the stray slice is of a lower generation");
+    assert_eq!(slices.next(), Some(deletion));
 }
 
 #[test]
@@ -677,6 +828,8 @@ enum Step {
     /// Most devices are gone.
     Few,
     Write,
+    /// The API server rejects the write.
+    Refuse,
     /// The write is executed, and its answer is lost.
     Lost,
     /// The write has no answer, and is executed later.
@@ -710,6 +863,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => any::<u8>().prop_map(Step::Break),
         1 => Just(Step::Few),
         16 => Just(Step::Write),
+        3 => Just(Step::Refuse),
         2 => Just(Step::Lost),
         2 => Just(Step::Late),
         2 => Just(Step::Arrive),
@@ -842,13 +996,18 @@ impl History {
     fn publish(&mut self, step: &Step) {
         match step {
             // The runtime reads a slice whose write had no answer before it writes again.
-            Step::Write | Step::Lost | Step::Late if self.lost.is_some() => {
+            Step::Write | Step::Refuse | Step::Lost | Step::Late if self.lost.is_some() => {
                 let name = self.lost.take().unwrap();
                 self.server.read(&mut self.slices, &name);
             }
             Step::Write => {
                 if let Some(write) = self.slices.next() {
                     self.server.write(&mut self.slices, &write);
+                }
+            }
+            Step::Refuse => {
+                if let Some(write) = self.slices.next() {
+                    self.slices.rejected(&write);
                 }
             }
             Step::Lost => {

@@ -177,9 +177,10 @@ impl InventoryPublisher {
             *node = Some(cluster.read().await?);
         }
         let Some(node) = node else { return Ok(()) };
-        // Read before the devices: those of a claim are withheld before its quarantine is published.
+        // Read before the devices, and published after them, so that those of a claim are withheld first.
         let quarantine = self.quarantine.borrow_and_update().clone();
         let devices = self.devices.borrow_and_update().clone();
+        let mut written = Ok(());
         if cluster.is_structured() {
             // The events that a previous process has written are unknown.
             let reported = seen.reported.take().unwrap_or_default();
@@ -189,26 +190,29 @@ impl InventoryPublisher {
                 ..Seen::default()
             };
         } else {
-            self.write_inventory(api, name, node, &devices, seen).await?;
+            written = self.write_inventory(api, name, node, &devices, seen).await;
         }
         // Read after the write of the inventory, which takes a while.
         let registration_status = self.registration_status.borrow_and_update().clone();
-        if !cluster.is_structured() {
-            self.write_status(api, name, &registration_status, &quarantine, seen)
-                .await?;
+        // The status has the quarantine: it follows the devices.
+        if !cluster.is_structured() && written.is_ok() {
+            written = self
+                .write_status(api, name, &registration_status, &quarantine, seen)
+                .await;
         }
+        // Also if the inventory is not written: the events do not depend on it.
         let mut events = std::mem::take(&mut cluster.unwritten);
         events.extend(registration_status.down.events_since(&seen.down));
-        events.extend(device_events(
-            seen.reported.as_ref().unwrap_or(&devices),
-            &devices,
-        ));
         seen.down = registration_status.down;
+        // `None` until the events of a previous process are known.
+        if let Some(reported) = &mut seen.reported {
+            events.extend(device_events(reported, &devices));
+            *reported = devices;
+        }
         self.context
             .write_events(node.metadata.uid.as_deref(), &events)
             .await;
-        seen.reported = Some(devices);
-        Ok(())
+        written
     }
 
     async fn write_inventory(

@@ -2,6 +2,7 @@
 //! [`ServiceError`](crate::node::service::ServiceError), mostly a [`Refusal`](crate::core::prepare::plan::Refusal), or in structured mode of a
 //! [`ClaimError`](crate::node::kubelet::dra::structured::ClaimError).
 
+use futures::future::join_all;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
@@ -25,19 +26,23 @@ const INSTANCE_MAX: usize = 128;
 const NAMESPACE: &str = "default";
 
 impl NodeContext {
-    /// Writes events about the Node, as far as their limit allows. A failed write is logged and not retried, since the event itself is in the
-    /// log.
+    /// Writes events about the Node, as far as their limit allows, all at the same time: without answers, they take one deadline. A failed
+    /// write is logged and not retried, since the event itself is in the log.
     pub(super) async fn write_events(&self, node_uid: Option<&str>, events: &[DeviceEvent]) {
+        let mut writes = Vec::new();
         for event in events {
             info!(reason = event.reason, "{}", event.note);
             if !self.events.take(event.reason) {
                 continue;
             }
             self.metrics.event(event.reason);
-            if let Err(error) = self.create_event(node_uid, "CheckDevices", event).await {
-                warn!(reason = event.reason, "the event is not written: {error}");
-            }
+            writes.push(async move {
+                if let Err(error) = self.create_event(node_uid, "CheckDevices", event).await {
+                    warn!(reason = event.reason, "the event is not written: {error}");
+                }
+            });
         }
+        join_all(writes).await;
     }
 
     /// Creates an event about the Node, with its uid, if known. `action` is what the companion does, in CamelCase.

@@ -206,7 +206,11 @@ impl SlicePublisher {
         let mut complained = false;
         loop {
             let write = publication.slices.next();
-            let probe = publication.slices.probe().filter(|_| write.is_none());
+            // A rejected write may never be accepted.
+            let is_idle = write
+                .as_ref()
+                .is_none_or(|write| publication.slices.is_rejected(write));
+            let probe = publication.slices.probe().filter(|_| is_idle);
             publication.report(write.is_none() && !complained).await;
             tokio::select! {
                 biased;
@@ -227,10 +231,12 @@ impl SlicePublisher {
                         complained = false;
                         publication.observe(event);
                     }
-                    Some(Err(error)) if complained => debug!("the slices still cannot be watched: {error}"),
                     Some(Err(error)) => {
-                        complained = true;
-                        publication.reports.unwatched(&error, &publication.node_uid).await;
+                        let is_repeated = std::mem::replace(&mut complained, true);
+                        publication
+                            .reports
+                            .unwatched(&error, is_repeated, &publication.node_uid)
+                            .await;
                     }
                 },
                 () = sleep_until(publication.due(write.as_ref())), if write.is_some() => {
@@ -681,11 +687,16 @@ impl<'a> SliceReports<'a> {
         self.rejected(slice, error.to_string(), node_uid).await;
     }
 
-    async fn unwatched(&mut self, error: &watcher::Error, node_uid: &str) {
-        warn!(
-            reason = "SlicesUnwatched",
-            "the slices of this node cannot be watched; until they can, deleted slices are not restored: {error}"
-        );
+    /// Logs that the slices cannot be watched, as a warning only the first time, and reports a missing right, also later.
+    async fn unwatched(&mut self, error: &watcher::Error, is_repeated: bool, node_uid: &str) {
+        if is_repeated {
+            debug!("the slices still cannot be watched: {error}");
+        } else {
+            warn!(
+                reason = "SlicesUnwatched",
+                "the slices of this node cannot be watched; until they can, deleted slices are not restored: {error}"
+            );
+        }
         let (watcher::Error::InitialListFailed(kube::Error::Api(status))
         | watcher::Error::WatchStartFailed(kube::Error::Api(status))
         | watcher::Error::WatchFailed(kube::Error::Api(status))

@@ -6,6 +6,7 @@ use kube::client::Body;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::api::crd::Device;
 use crate::core::names::ClaimUid;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::node::service::Quarantined;
@@ -23,6 +24,8 @@ struct InventoryServer {
     forbids_nodes: bool,
     /// Whether requests for a NodeInventory are forbidden.
     forbids_inventories: bool,
+    /// Requests for a path that ends like this get no answer.
+    unanswered: Option<&'static str>,
     /// Requests for NodeInventories.
     inventories: Arc<Mutex<Vec<String>>>,
     /// The writes of the NodeInventory: `spec`, and the condition types of each status.
@@ -49,6 +52,11 @@ impl InventoryServer {
                     if let Some(answer) = answer {
                         return Ok(http::Response::new(Body::from(answer.into_bytes())));
                     }
+                    std::future::pending::<()>().await;
+                }
+                if let Some(end) = server.unanswered
+                    && head.uri.path().ends_with(end)
+                {
                     std::future::pending::<()>().await;
                 }
                 let body = body.collect_bytes().await.unwrap_or_default();
@@ -137,13 +145,34 @@ impl InventoryServer {
     }
 }
 
-/// A running publisher, and the cluster facts it publishes.
+/// Devices that are unhealthy.
+fn unplugged(count: usize) -> Devices {
+    let device = |index: usize| {
+        let device = Device {
+            name: format!("d{index}"),
+            kind: "ports".into(),
+            unhealthy: Some("unplugged".into()),
+            ..Device::default()
+        };
+        (device.name.clone(), device)
+    };
+    (0..count).map(device).collect()
+}
+
+/// A running publisher without devices, and the cluster facts it publishes.
 fn publish(
     server: &InventoryServer,
     cluster: ClusterFacts,
 ) -> (watch::Receiver<ClusterFacts>, CancellationToken) {
+    publish_devices(server, cluster, &watch::Sender::default())
+}
+
+fn publish_devices(
+    server: &InventoryServer,
+    cluster: ClusterFacts,
+    devices: &watch::Sender<Arc<Devices>>,
+) -> (watch::Receiver<ClusterFacts>, CancellationToken) {
     let (cluster, known) = watch::channel(cluster);
-    let (devices, _) = watch::channel(Arc::default());
     let (registration_status, _) = watch::channel(RegistrationStatus::starting());
     let publisher = InventoryPublisher {
         context: NodeContext::for_tests(server.client()),
@@ -228,6 +257,45 @@ async fn a_forbidden_inventory_does_not_delay_structured_mode() {
         .await
         .expect("the API for claims is read again")
         .unwrap();
+    end.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn events_do_not_depend_on_the_inventory() {
+    let server = InventoryServer {
+        forbids_inventories: true,
+        ..InventoryServer::default()
+    };
+    *server.answers.lock().unwrap() = vec![false];
+    let before = ClusterFacts {
+        node_uid: Some("n-1".into()),
+        claims: Some(ClaimsApi::Classic),
+        minor: None,
+    };
+    let devices = watch::Sender::new(Arc::new(unplugged(1)));
+    let (_, end) = publish_devices(&server, before, &devices);
+    sleep(Duration::from_secs(600)).await;
+    // Whether a previous process has reported the device is not known.
+    assert_eq!(*server.events.lock().unwrap(), ["ClaimsNotServed"]);
+    end.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn events_without_an_answer_delay_the_inventory_once() {
+    let server = InventoryServer {
+        unanswered: Some("/events"),
+        ..InventoryServer::default()
+    };
+    *server.answers.lock().unwrap() = vec![true];
+    let devices = watch::Sender::new(Arc::new(unplugged(10)));
+    let (_, end) = publish_devices(&server, ClusterFacts::default(), &devices);
+    sleep(Duration::from_secs(1)).await;
+    devices.send_replace(Arc::new(unplugged(11)));
+    // One deadline of a call.
+    sleep(Duration::from_secs(11)).await;
+    let writes = server.writes.lock().unwrap().clone();
+    let of_devices = writes.iter().filter(|write| *write == "spec");
+    assert_eq!(of_devices.count(), 2, "{writes:?}");
     end.cancel();
 }
 

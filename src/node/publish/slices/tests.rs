@@ -62,6 +62,8 @@ struct State {
     webhook: Option<fn(&mut ResourceSlice)>,
     /// Whether lists lack all slices, like a list that is older than them.
     has_old_lists: bool,
+    /// The codes with which lists fail, the next one first; the last repeats.
+    failing_lists: VecDeque<u16>,
     dry_runs: usize,
     node_uid: Option<&'static str>,
     faults: VecDeque<Fault>,
@@ -233,6 +235,13 @@ impl SliceServer {
         if path == SLICES {
             let selector = "fieldSelector=spec.driver%3Ddrayman.dev%2Cspec.nodeName%3Dnode-a";
             assert!(query.contains(selector), "{query}");
+            let failing = &mut state.failing_lists;
+            if let Some(code) = failing.front().copied() {
+                if failing.len() > 1 {
+                    failing.pop_front();
+                }
+                return failure(code, "no list");
+            }
             let items = state.stored.values().filter(|_| !state.has_old_lists);
             let items: Vec<&ResourceSlice> = items.collect();
             let version = json!({ "resourceVersion": state.version.to_string() });
@@ -431,6 +440,19 @@ async fn a_slice_that_an_old_list_lacks_is_read_first() {
     after(10.0).await;
     assert!(server.reads() > reads, "the slices are listed again");
     assert_eq!((server.writes(), server.devices().len()), (1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_forbidden_watch_is_one_event_whatever_came_before() {
+    let server = SliceServer::new();
+    server.state().failing_lists = VecDeque::from([500, 403]);
+    let _running = publish(&server, named(&[("a", true)]));
+    after(120.0).await;
+    assert_eq!(server.reasons(), ["ResourceSliceRejected"]);
+    server.state().failing_lists.clear();
+    after(60.0).await;
+    assert_eq!(server.devices(), ["a"]);
+    assert_eq!(server.reasons(), ["ResourceSliceRejected"]);
 }
 
 #[tokio::test(start_paused = true)]
