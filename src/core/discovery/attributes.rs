@@ -16,7 +16,7 @@ use crate::core::names::{beginning, is_dns_subdomain};
 
 /// The NUMA node closest to a device.
 pub const NUMA_NODE: &str = "drayman.dev/numaNode";
-/// The host device nodes that belong to this device only, separated by commas.
+/// The host device nodes that belong to this device only, separated by commas; absent if the list is too long.
 pub const NODES: &str = "drayman.dev/nodes";
 /// Attribute with the kind of a device.
 pub const KIND: &str = "drayman.dev/kind";
@@ -87,6 +87,13 @@ impl Attributes {
             self.0.insert(qualified(name), AttributeValue::string(value));
         }
         self
+    }
+
+    /// Adds texts, separated by commas, unless they are too long together: the last one would be truncated.
+    pub fn list(&mut self, name: &str, texts: &[&str]) -> &mut Self {
+        let list = texts.join(",");
+        let is_whole = list.chars().count() <= TEXT_MAX;
+        self.text(name, is_whole.then_some(list.as_str()))
     }
 
     /// Adds a number, if there is one.
@@ -332,6 +339,24 @@ mod tests {
         assert_eq!(all.len(), 1);
         let model = all.get("drayman.dev/model").unwrap().string.clone().unwrap();
         assert!(model.starts_with("abx") && model.len() == TEXT_MAX);
+    }
+
+    #[test]
+    fn a_list_that_is_too_long_is_left_out() {
+        let node = |number| format!("/dev/snd/pcmC0D{number}p");
+        let nodes: Vec<String> = (0..20).map(node).collect();
+        let nodes: Vec<&str> = nodes.iter().map(String::as_str).collect();
+        let listed = |nodes: &[&str]| {
+            let mut attributes = Attributes::default();
+            attributes.list("nodes", nodes);
+            let all = attributes.finish();
+            all.get(NODES).and_then(|value| value.string.clone())
+        };
+        let two = "/dev/snd/pcmC0D0p,/dev/snd/pcmC0D1p";
+        assert_eq!(listed(&nodes[..2]).as_deref(), Some(two));
+        assert_eq!(listed(&nodes), None);
+        let longest = "x".repeat(TEXT_MAX);
+        assert_eq!(listed(&[longest.as_str()]), Some(longest));
     }
 
     #[test]

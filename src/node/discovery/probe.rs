@@ -137,16 +137,9 @@ fn probe(device: &FoundDevice, paths: &HostPaths) -> Result<(), Option<String>> 
                 "/dev/{path} is a watchdog, which reboots the machine when it is opened; remove open from the kind's health"
             )));
         }
-        let flags = match how {
-            ProbeOpen::Read => OFlags::RDONLY,
-            ProbeOpen::Write => OFlags::WRONLY,
-            ProbeOpen::ReadWrite => OFlags::RDWR,
-        };
-        // Do not wait for a carrier, acquire no controlling terminal, and follow no link.
-        let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         match open(
             root.path().join(now.host_path.trim_start_matches("/dev/")),
-            flags,
+            open_flags(how, number.kind),
             Mode::empty(),
         ) {
             // A busy device is in use, and therefore works.
@@ -156,6 +149,18 @@ fn probe(device: &FoundDevice, paths: &HostPaths) -> Result<(), Option<String>> 
         }
     }
     Ok(())
+}
+
+/// The flags to open a node. A block device is never opened for writing: when it is closed, udev triggers a `change` event, which causes
+/// the next search.
+fn open_flags(how: ProbeOpen, kind: DeviceNodeKind) -> OFlags {
+    let access = match (how, kind) {
+        (ProbeOpen::Read, _) | (_, DeviceNodeKind::Block) => OFlags::RDONLY,
+        (ProbeOpen::Write, DeviceNodeKind::Character) => OFlags::WRONLY,
+        (ProbeOpen::ReadWrite, DeviceNodeKind::Character) => OFlags::RDWR,
+    };
+    // Do not wait for a carrier, acquire no controlling terminal, and follow no link.
+    access | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NOFOLLOW
 }
 
 /// Whether there is no free file descriptor, which says nothing about a device. Memory may be missing because of the device's driver.
@@ -213,6 +218,19 @@ mod tests {
              - {{name: a, paths: [/dev/a], health: {{{health}}}}}\n"
         );
         NodeConfiguration::parse(&text).unwrap().kinds[0].clone()
+    }
+
+    #[test]
+    fn no_block_device_is_opened_for_writing() {
+        let access = |how, kind| open_flags(how, kind) & (OFlags::WRONLY | OFlags::RDWR);
+        for (how, expected) in [
+            (ProbeOpen::Read, OFlags::RDONLY),
+            (ProbeOpen::Write, OFlags::WRONLY),
+            (ProbeOpen::ReadWrite, OFlags::RDWR),
+        ] {
+            assert_eq!(access(how, DeviceNodeKind::Character), expected);
+            assert_eq!(access(how, DeviceNodeKind::Block), OFlags::RDONLY, "{how:?}");
+        }
     }
 
     #[test]

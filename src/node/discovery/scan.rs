@@ -372,7 +372,7 @@ impl Scanner<'_> {
             let host: Vec<&str> = own.map(|node| &*node.node.host_path).collect();
             attributes
                 .text("path", Some(&format!("/dev/{}", first.path)))
-                .text("nodes", Some(&host.join(",")))
+                .list("nodes", &host)
                 .int("major", Some(first.node.number.major.into()))
                 .int("minor", Some(first.node.number.minor.into()));
         }
@@ -525,6 +525,14 @@ fn with_container_paths(
                 .replace("{n}", &number.to_string()),
         };
         *number += 1;
+        // A key is a part of a name, such as a serial number, which may be "..".
+        let mut parts = container_path.split('/').skip(1);
+        if parts.any(|part| matches!(part, "" | "." | "..")) {
+            return Err(Rejection::problem(format!(
+                "/dev/{} would be {container_path} in a container, with an empty part, \".\" or \"..\"; change containerPaths",
+                member.path
+            )));
+        }
         if let Some(other) = taken.insert(container_path.clone(), &member.path) {
             return Err(Rejection::problem(format!(
                 "/dev/{other} and /dev/{} would both be {container_path} in a container; write {{n}} into containerPaths",

@@ -22,6 +22,7 @@ use crate::core::discovery::health::HealthRecords;
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::node::config::NodeConfiguration;
 use crate::node::directory_watch::DirectoryWatches;
+use crate::node::rate_limit::RateLimit;
 use crate::node::resync;
 
 /// Interval at which unhealthy devices are probed, and an incomplete search is repeated.
@@ -37,6 +38,9 @@ const FIRST_INTERVAL: Duration = Duration::from_secs(1);
 const SEARCH_LIMIT: Duration = Duration::from_secs(10);
 /// How long to gather events before a search: plugging in one device causes several.
 const GATHER: Duration = Duration::from_millis(100);
+/// Searches that events cause without further delay, and the interval of later ones: a container can cause any number of events.
+const EVENT_BURST: u32 = 10;
+const EVENT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The discovery task.
 pub(super) struct DeviceSearch {
@@ -252,39 +256,76 @@ impl DeviceSearch {
         shutdown: CancellationToken,
     ) {
         let mut reloads = true;
+        let mut searches = EventSearches::new();
         loop {
-            let mut cause = Cause::Directory;
             // A newly watched directory may have changed since the search, so search again.
-            if !watches.watch(&self.directories) {
-                let (next, due) = self.next_search();
-                cause = tokio::select! {
+            if watches.watch(&self.directories) {
+                searches.plan(Cause::Directory, Duration::ZERO);
+            }
+            let timer = self.next_search();
+            let cause = loop {
+                // The planned search covers all events before it.
+                let is_unplanned = searches.next.is_none();
+                let (due, by) = searches.next.filter(|next| next.0 <= timer.0).unwrap_or(timer);
+                let event = tokio::select! {
                     () = shutdown.cancelled() => return,
-                    _ = uevents.changed() => Cause::Kernel,
-                    is_complete = watches.changed(|_| true) => {
+                    _ = uevents.changed(), if is_unplanned => Cause::Kernel,
+                    is_complete = watches.changed(|_| true), if is_unplanned => {
                         if !is_complete {
                             warn!("directory events were lost; discovery searches again");
                         }
                         Cause::Directory
                     }
-                    () = self.devices.rescan.notified() => Cause::Request,
+                    () = self.devices.rescan.notified() => break Cause::Request,
                     late = end_of(&mut self.hanging) => {
                         self.late = late;
-                        Cause::Recheck
+                        break Cause::Recheck;
                     }
                     changed = self.configuration.changed(), if reloads => {
                         reloads = changed.is_ok();
-                        Cause::Configuration
+                        break Cause::Configuration;
                     }
-                    () = sleep_until(next) => due,
+                    () = sleep_until(due) => break by,
                 };
-                if matches!(cause, Cause::Kernel | Cause::Directory) {
-                    sleep(GATHER).await;
-                    uevents.drain();
-                    watches.drain();
-                }
+                searches.plan(event, GATHER);
+            };
+            if matches!(cause, Cause::Kernel | Cause::Directory) {
+                searches.begin();
+                uevents.drain();
+                watches.drain();
             }
             self.once(Some(cause)).await;
+            uevents.searched();
         }
+    }
+}
+
+/// The searches that events cause, at a limited rate.
+#[derive(Debug)]
+struct EventSearches {
+    limit: RateLimit,
+    /// When the next one is due, and the cause; `None` without an event since the last one.
+    next: Option<(Instant, Cause)>,
+}
+
+impl EventSearches {
+    fn new() -> Self {
+        Self {
+            limit: RateLimit::new(EVENT_BURST, EVENT_INTERVAL),
+            next: None,
+        }
+    }
+
+    /// Plans a search after at least this pause, unless one is planned.
+    fn plan(&mut self, cause: Cause, pause: Duration) {
+        let due = self.limit.due().max(Instant::now() + pause);
+        self.next.get_or_insert((due, cause));
+    }
+
+    /// Begins the planned search.
+    fn begin(&mut self) {
+        self.limit.take();
+        self.next = None;
     }
 }
 
@@ -374,5 +415,32 @@ mod tests {
         advance(RECHECK_LIMIT).await;
         search.once(Some(Cause::Recheck)).await;
         assert_eq!(search.next_search().1, Cause::Rescan);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn events_cause_a_burst_of_searches_then_one_a_second() {
+        let mut searches = EventSearches::new();
+        let mut pauses = Vec::new();
+        for _ in 0..13 {
+            // Events that follow while a search is planned neither delay it nor cause another.
+            for cause in [Cause::Kernel, Cause::Directory, Cause::Kernel] {
+                searches.plan(cause, GATHER);
+            }
+            let (due, cause) = searches.next.unwrap();
+            assert_eq!(cause, Cause::Kernel);
+            let pause = due.saturating_duration_since(Instant::now());
+            advance(pause).await;
+            searches.begin();
+            assert!(searches.next.is_none());
+            pauses.push(pause.as_millis());
+        }
+        // During the burst of ten, one more has become due.
+        let (burst, later) = pauses.split_at(11);
+        assert_eq!(burst, [100; 11]);
+        assert_eq!(later, [1000; 2]);
+        advance(EVENT_INTERVAL * EVENT_BURST).await;
+        searches.plan(Cause::Kernel, GATHER);
+        let due = searches.next.unwrap().0;
+        assert_eq!(due, Instant::now() + GATHER, "as on an idle node");
     }
 }

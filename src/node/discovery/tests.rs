@@ -765,6 +765,24 @@ async fn devices_are_noticed_at_once_also_in_new_directories() {
 }
 
 #[tokio::test]
+async fn a_flood_of_events_causes_one_search_a_second() {
+    let Some(host) = Host::new() else { return };
+    let shutdown = CancellationToken::new();
+    let driver = start(&host, &shutdown).await;
+    let mut devices = driver.devices.clone();
+    let began = std::time::Instant::now();
+    for _ in 0..7 {
+        host.character("test-a", 1);
+        until(&mut devices, &["test-a"]).await;
+        std::fs::remove_file(host.dev("test-a")).unwrap();
+        until(&mut devices, &[]).await;
+    }
+    // The first ten are a burst, and a periodic search may notice one change. A slow machine takes longer still.
+    assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
+    shutdown.cancel();
+}
+
+#[tokio::test]
 async fn a_container_gets_the_node_at_the_path_that_was_configured() {
     let Some(host) = Host::new() else { return };
     let shutdown = CancellationToken::new();

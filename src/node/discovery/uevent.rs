@@ -23,6 +23,7 @@ const RECEIVE_BUFFER: usize = 256 * 1024;
 pub(super) struct Uevents {
     /// `None` if the socket cannot be opened; directory watches and resyncs remain.
     socket: Option<AsyncFd<OwnedFd>>,
+    losses: Losses,
 }
 
 impl Uevents {
@@ -31,7 +32,10 @@ impl Uevents {
         if let Err(error) = &socket {
             warn!(%error, "cannot receive kernel device events; directory watches and periodic searches remain");
         }
-        Self { socket: socket.ok() }
+        Self {
+            socket: socket.ok(),
+            losses: Losses::default(),
+        }
     }
 
     #[expect(
@@ -67,7 +71,11 @@ impl Uevents {
                 }
                 Ok(Ok(_)) | Err(_) => {}
                 Ok(Err(error)) => {
-                    warn!(%error, "kernel device events were lost; discovery searches again");
+                    if self.losses.count() {
+                        warn!(%error, "kernel device events were lost; discovery searches again");
+                    } else {
+                        debug!(%error, "kernel device events were lost again");
+                    }
                     return None;
                 }
             }
@@ -77,6 +85,33 @@ impl Uevents {
     /// Discards pending events.
     pub(super) fn drain(&mut self) {
         while self.changed().now_or_never().is_some() {}
+    }
+
+    /// Notes the end of a search.
+    pub(super) fn searched(&mut self) {
+        self.losses.searched();
+    }
+}
+
+/// Lost messages. Only the first loss is worth a warning, until a search passes without one: a container can cause any number of them.
+#[derive(Debug, Default)]
+struct Losses {
+    /// Whether there was one since the last search.
+    since: bool,
+    /// Whether there was one between the last two searches.
+    before: bool,
+}
+
+impl Losses {
+    /// Counts a loss. Returns whether it is worth a warning.
+    fn count(&mut self) -> bool {
+        let is_first = !self.since && !self.before;
+        self.since = true;
+        is_first
+    }
+
+    fn searched(&mut self) {
+        self.before = std::mem::take(&mut self.since);
     }
 }
 
@@ -89,4 +124,23 @@ fn receive(socket: &OwnedFd) -> io::Result<Option<Uevent>> {
         .and_then(|sender| SocketAddrNetlink::try_from(sender).ok())
         .is_some_and(|sender| sender.pid() == 0);
     Ok(kernel.then(|| buffer.get(..length).and_then(parse)).flatten())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_first_of_repeated_losses_is_worth_a_warning() {
+        let mut losses = Losses::default();
+        let mut search_after = |count: usize| -> Vec<bool> {
+            let warnings = (0..count).map(|_| losses.count()).collect();
+            losses.searched();
+            warnings
+        };
+        assert_eq!(search_after(2), [true, false]);
+        assert_eq!(search_after(1), [false]);
+        assert!(search_after(0).is_empty());
+        assert_eq!(search_after(1), [true], "a search passed without a loss");
+    }
 }

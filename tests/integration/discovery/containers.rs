@@ -86,6 +86,49 @@ async fn a_list_without_a_key_is_one_device_without_directories() {
 }
 
 #[tokio::test]
+async fn a_list_of_nodes_is_an_attribute_only_as_a_whole() {
+    let Some(host) = Host::new() else { return };
+    for number in 0..20 {
+        host.character(&format!("snd/pcmC0D{number}p"), 116, number);
+    }
+    let found = host
+        .survey("- {name: sound, groups: [{required: [\"/dev/snd/*\"]}]}")
+        .await;
+    assert_eq!(found.nodes("sound").len(), 20);
+    let device = found.only();
+    assert_eq!(text(device, "drayman.dev/path"), "/dev/snd/pcmC0D0p");
+    assert_eq!(text(device, "drayman.dev/nodes"), "");
+}
+
+#[tokio::test]
+async fn a_key_never_leads_out_of_a_container_directory() {
+    let Some(host) = cameras() else { return };
+    for (number, serial) in ["A1", ".", ".."].into_iter().enumerate() {
+        host.link(
+            &format!("serial/by-id/usb-{serial}-if00"),
+            &format!("../../video{number}"),
+        );
+    }
+    let pattern = "/dev/serial/by-id/usb-{key}-if00";
+    let kind = format!(
+        "- {{name: port, groups: [{{required: [\"{pattern}\"]}}], containerPaths: {{\"{pattern}\": \"/dev/ports/{{key}}\"}}}}"
+    );
+    let found = host.survey(&kind).await;
+    let name = &found.only().name;
+    assert_eq!(found.nodes(name), [("/dev/video0", "/dev/ports/A1")]);
+    for serial in [".", ".."] {
+        let why = found.why(&format!("usb-{serial}-if00"));
+        assert!(why.contains(&format!("would be /dev/ports/{serial} in")), "{why}");
+    }
+    // Only a group has a key.
+    let found = host
+        .survey("- {name: port, paths: [/dev/ctl], containerPaths: {/dev/ctl: \"/dev/ports/{key}\"}}")
+        .await;
+    let why = found.why("/dev/ctl");
+    assert!(why.contains("would be /dev/ports/ in"), "{why}");
+}
+
+#[tokio::test]
 async fn every_link_leads_to_a_device_or_an_explanation() {
     let Some(host) = cameras() else { return };
     host.link("serial/by-id/loop-a", "loop-b");
