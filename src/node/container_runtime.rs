@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures::future::BoxFuture;
@@ -20,9 +19,10 @@ use crate::core::names::{ClaimUid, DriverName};
 use crate::core::prepare::containers::PodContainer;
 use crate::core::prepare::orphans::RuntimeView;
 use crate::core::prepare::plan::Refusal;
-use crate::core::prepare::prepared_claims::PreparedClaims;
+use crate::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use crate::core::prepare::runtime_containers::{
-    ContainerDevices, RuntimeContainer, RuntimeContainerState, RuntimeContainers, parse_info,
+    ContainerDevices, RuntimeContainer, RuntimeContainerState, RuntimeContainers, SETTLE, UnknownContainers,
+    parse_info,
 };
 use crate::node::discovery::device_number;
 
@@ -34,11 +34,11 @@ pub const SOCKETS: [&str; 3] = [
 ];
 /// Deadline of a query. The first one fetches the status of every container on the node.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Largest response in bytes: a list of all containers, or the OCI spec of one.
+/// Largest response in bytes, which is what a runtime sends at most: a list of all containers, or the status of one, which has some ten
+/// kilobytes. Users can make a status larger by the arguments and variables of a container; see [`UnknownContainers`].
 const MAX_ANSWER: usize = 16 * 1024 * 1024;
-/// How long after the removal of a CDI file the runtime may not yet list a container created with it: the runtime reads the file during the
-/// create call, shortly before it lists the container.
-const SETTLE: Duration = Duration::from_secs(2);
+/// Part of the message with which a runtime refuses to send a larger response (grpc-go).
+const TOO_LARGE: &str = "larger than max";
 /// Delay before the runtime is asked again if it has not answered about claims that could be freed.
 const UNANSWERED_PAUSE: Duration = Duration::from_secs(30);
 /// Labels that kubelet sets on its containers.
@@ -83,8 +83,8 @@ struct Connection {
     last: Option<(Instant, Arc<RuntimeContainers>)>,
 }
 
-/// The devices of each container, which never change, and when this process first saw it.
-type KnownContainers = BTreeMap<String, (ContainerDevices, Instant)>;
+/// The devices of each container, which never change, or why the runtime cannot send its status; and when this process first saw it.
+type KnownContainers = BTreeMap<String, (Result<ContainerDevices, String>, Instant)>;
 
 impl CriClient {
     /// Uses this socket or, without one, the usual sockets that exist. `None` if there are none. `kubelet_root` is kubelet's root directory.
@@ -195,14 +195,21 @@ impl CriClient {
                 {
                     // The container was removed after it was listed.
                     None => continue,
-                    Some(devices) => {
-                        let devices = (devices, Instant::now());
-                        known.insert(container.id.clone(), devices.clone());
-                        devices
+                    Some(given) => {
+                        if let Err(problem) = &given {
+                            warn!(
+                                reason = "ContainerRuntimeUnavailable",
+                                "the devices of {of_pod} are unknown, because its status is too large: {problem}"
+                            );
+                        }
+                        let given = (given, Instant::now());
+                        known.insert(container.id.clone(), given.clone());
+                        given
                     }
                 },
             };
             all.push(RuntimeContainer {
+                id: container.id,
                 container: of_pod,
                 state,
                 // Measured by our own clock: the creation time from the runtime depends on the wall clock, which may be set.
@@ -237,8 +244,12 @@ async fn list(channel: Channel) -> Result<Vec<Container>, String> {
     Ok(answer.map_err(|status| message(&status))?.into_inner().containers)
 }
 
-/// The devices of a container; `None` if the container no longer exists.
-async fn status(channel: Channel, id: &str, dev: &Path) -> Result<Option<ContainerDevices>, String> {
+/// The devices of a container, or why its status is too large for a message; `None` if the container no longer exists.
+async fn status(
+    channel: Channel,
+    id: &str,
+    dev: &Path,
+) -> Result<Option<Result<ContainerDevices, String>>, String> {
     let mut client = RuntimeServiceClient::new(channel).max_decoding_message_size(MAX_ANSWER);
     let request = ContainerStatusRequest {
         container_id: id.to_owned(),
@@ -246,8 +257,15 @@ async fn status(channel: Channel, id: &str, dev: &Path) -> Result<Option<Contain
     };
     let info = match client.container_status(request).await {
         Ok(answer) => answer.into_inner().info,
-        Err(status) if status.code() == Code::NotFound => return Ok(None),
-        Err(status) => return Err(message(&status)),
+        Err(status) => match status.code() {
+            Code::NotFound => return Ok(None),
+            // More than is received here, or more than the runtime sends.
+            Code::OutOfRange => return Ok(Some(Err(message(&status)))),
+            Code::ResourceExhausted if status.message().contains(TOO_LARGE) => {
+                return Ok(Some(Err(message(&status))));
+            }
+            _ => return Err(message(&status)),
+        },
     };
     let mut given = parse_info(&info).map_err(|error| error.to_string())?;
     let numbers = given
@@ -255,7 +273,7 @@ async fn status(channel: Channel, id: &str, dev: &Path) -> Result<Option<Contain
         .iter()
         .filter_map(|path| device_number(dev, path));
     given.numbers = numbers.chain(given.numbers.iter().copied()).collect();
-    Ok(Some(given))
+    Ok(Some(Ok(given)))
 }
 
 fn message(status: &Status) -> String {
@@ -279,18 +297,26 @@ pub(in crate::node) struct RuntimeCheck {
     driver_name: DriverName,
     /// Whether the runtime is known to be kubelet's: the operator has named its socket, which existed at the start, or it has answered in this
     /// process.
-    is_known: AtomicBool,
+    is_known: bool,
+    unknown: UnknownContainers,
+    started: Instant,
     /// When the CDI files of claims that the API server no longer shows as holders were removed.
     cdi_removed: BTreeMap<ClaimUid, Instant>,
 }
 
 impl RuntimeCheck {
-    pub(in crate::node) fn new(runtime: Option<Arc<dyn ContainerRuntime>>, driver_name: DriverName) -> Self {
+    pub(in crate::node) fn new(
+        runtime: Option<Arc<dyn ContainerRuntime>>,
+        driver_name: DriverName,
+        unknown: UnknownContainers,
+    ) -> Self {
         let is_known = runtime.as_ref().is_some_and(|runtime| runtime.is_certain());
         Self {
             runtime,
             driver_name,
-            is_known: AtomicBool::new(is_known),
+            is_known,
+            unknown,
+            started: Instant::now(),
             cdi_removed: BTreeMap::new(),
         }
     }
@@ -305,15 +331,31 @@ impl RuntimeCheck {
         self.runtime.is_some()
     }
 
-    /// Records that the runtime has answered.
-    fn note(&self, listed: &Result<Arc<RuntimeContainers>, String>) {
-        if listed.is_ok() {
-            self.is_known.store(true, Ordering::Relaxed);
+    /// Processes a list of containers, requested at this time, before it is used for a check.
+    pub(in crate::node) fn listed(
+        &mut self,
+        listed: &Result<Arc<RuntimeContainers>, String>,
+        at: Instant,
+        prepared_claims: &PreparedClaims,
+    ) {
+        if let Ok(containers) = listed {
+            self.is_known = true;
+            let at = at.saturating_duration_since(self.started);
+            self.unknown.listed(containers, at, prepared_claims);
         }
     }
 
-    fn is_known(&self) -> bool {
-        self.is_known.load(Ordering::Relaxed)
+    /// Records that a claim no longer holds its devices.
+    pub(in crate::node) fn released(&mut self, entry: &Entry) {
+        if self.runtime.is_some() {
+            self.unknown.released(entry, self.started.elapsed());
+        }
+    }
+
+    /// The containers whose status is too large, to be stored for the next process.
+    pub(in crate::node) fn unknown_containers(&self) -> UnknownContainers {
+        let unknown = self.runtime.as_ref().map(|_| self.unknown.to_store());
+        unknown.unwrap_or_default()
     }
 
     /// Adds the container that has the device to the error, if the runtime shows it. `listed` is `None` without a runtime.
@@ -326,7 +368,7 @@ impl RuntimeCheck {
         let (Refusal::Held { device, .. } | Refusal::InContainer { device, .. }) = &refusal else {
             return refusal;
         };
-        let Some(Ok(containers)) = listed.inspect(|listed| self.note(listed)) else {
+        let Some(Ok(containers)) = listed else {
             return refusal;
         };
         let user_of = |device| containers.user_of_nodes(&self.driver_name, device);
@@ -349,21 +391,24 @@ impl RuntimeCheck {
     /// Refuses a device to a claim or a starting container while another container has it: kubelet forgets force-deleted pods while their
     /// containers are ending. `claim` is `None` for a starting container. `listed` is `None` without a runtime.
     ///
+    /// `by_name` is false if only the devices' numbers matter.
+    ///
     /// If kubelet's runtime does not answer, claims are refused, and starting containers are not: kubelet needs the runtime to start them.
     pub(in crate::node) fn check_unused(
         &self,
         devices: &[&Device],
         claim: Option<&ClaimUid>,
         listed: Option<Result<Arc<RuntimeContainers>, String>>,
+        by_name: bool,
     ) -> Result<(), Refusal> {
         let exclusive = || devices.iter().filter(|device| !device.is_shared());
         let Some(first) = exclusive().next() else {
             return Ok(());
         };
-        let containers = match listed.inspect(|listed| self.note(listed)) {
+        let containers = match listed {
             None => return Ok(()),
             Some(Ok(containers)) => containers,
-            Some(Err(problem)) if claim.is_some() && self.is_known() => {
+            Some(Err(problem)) if claim.is_some() && self.is_known => {
                 return Err(Refusal::RuntimeUnavailable {
                     device: first.name.clone(),
                     problem,
@@ -382,6 +427,17 @@ impl RuntimeCheck {
                 return Err(Refusal::StillUsed {
                     device: device.name.clone(),
                     holder: user.to_string(),
+                });
+            }
+            let unknown = self
+                .unknown
+                .other_user(&containers, device, claim.is_some(), by_name);
+            if let Some((user, problem)) = unknown {
+                return Err(Refusal::RuntimeUnavailable {
+                    device: device.name.clone(),
+                    problem: format!(
+                        "the status of {user} is too large ({problem}), and the device is free once that container has ended"
+                    ),
                 });
             }
         }
@@ -420,7 +476,7 @@ impl RuntimeCheck {
     /// known to be kubelet's. `listed` are the containers and when their list was requested, if the caller has listed them; otherwise the
     /// runtime is asked.
     pub(in crate::node) async fn claim_use(
-        &self,
+        &mut self,
         uids: Vec<ClaimUid>,
         prepared_claims: &PreparedClaims,
         inventory: &Devices,
@@ -438,42 +494,51 @@ impl RuntimeCheck {
             return (view, Some(SETTLE));
         }
         let listed = match (listed, &self.runtime) {
-            (Some(listed), _) => Some(listed),
-            (None, Some(runtime)) => Some(runtime.list_containers().await),
-            (None, None) => None,
+            (Some(listed), _) => listed,
+            (None, Some(runtime)) => runtime.list_containers().await,
+            (None, None) => return (view, None),
         };
-        let containers = match listed.inspect(|listed| self.note(listed)) {
-            None => return (view, None),
-            Some(Ok(containers)) => containers,
-            Some(Err(problem)) => {
+        self.listed(&listed, at, prepared_claims);
+        let containers = match listed {
+            Ok(containers) => containers,
+            Err(problem) => {
                 warn!(
                     reason = "ContainerRuntimeUnavailable",
                     "cannot check whether containers use the devices of claims: {problem}"
                 );
-                if !self.is_known() {
+                if !self.is_known {
                     return (view, None);
                 }
                 view.unanswered.extend(uids);
                 return (view, Some(UNANSWERED_PAUSE));
             }
         };
-        (view.unused, view.undecided) = uids.into_iter().partition(|uid| {
-            if !self.cdi_removed.contains_key(uid) {
-                return false;
-            }
-            let user = containers.user_of_claim(&self.driver_name, uid, prepared_claims, inventory);
+        for uid in uids {
+            let user = containers.user_of_claim(&self.driver_name, &uid, prepared_claims, inventory);
+            let unknown = || {
+                let entry = prepared_claims.entry(&uid)?;
+                self.unknown.user_of_claim(&containers, entry)
+            };
             if let Some(user) = user {
                 debug!(claim_uid = %uid, holder = %user, "a container uses the devices of the claim");
+                view.undecided.insert(uid);
+            } else if !self.cdi_removed.contains_key(&uid) {
+                view.undecided.insert(uid);
+            } else if let Some(user) = unknown() {
+                debug!(claim_uid = %uid, holder = %user, "a container may use the devices of the claim");
+                view.unanswered.insert(uid);
+            } else {
+                view.unused.insert(uid);
             }
-            user.is_none()
-        });
-        (view, None)
+        }
+        let again = (!view.unanswered.is_empty()).then_some(UNANSWERED_PAUSE);
+        (view, again)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
     use tokio::net::UnixListener;
     use tokio_stream::wrappers::UnixListenerStream;
@@ -509,7 +574,11 @@ mod tests {
             ..ContainerDevices::default()
         };
         let driver = DriverName::parse("drayman.dev").unwrap();
-        RuntimeCheck::new(Some(Arc::new(OneContainer(given))), driver)
+        RuntimeCheck::new(
+            Some(Arc::new(OneContainer(given))),
+            driver,
+            UnknownContainers::default(),
+        )
     }
 
     #[tokio::test(start_paused = true)]
@@ -594,9 +663,10 @@ mod tests {
         let none_prepared = PreparedClaims::new("boot", BTreeMap::new());
         for is_certain in [false, true] {
             let driver = DriverName::parse("drayman.dev").unwrap();
-            let check = RuntimeCheck::new(Some(Arc::new(NeverAnswers { is_certain })), driver);
+            let runtime = Arc::new(NeverAnswers { is_certain });
+            let mut check = RuntimeCheck::new(Some(runtime), driver, UnknownContainers::default());
             let listed = check.runtime().unwrap().list_containers().await;
-            let checked = check.check_unused(&[&device], Some(&uid), Some(listed));
+            let checked = check.check_unused(&[&device], Some(&uid), Some(listed), true);
             assert_eq!(checked.is_err(), is_certain, "{checked:?}");
             let inventory = Devices::default();
             let claim_use = check.claim_use(vec![uid.clone()], &none_prepared, &inventory, None);
@@ -623,7 +693,7 @@ mod tests {
     struct Runtime {
         lists: Arc<AtomicUsize>,
         statuses: Arc<AtomicUsize>,
-        /// Whether another container runs, whose status exceeds the limit of a message.
+        /// Whether two other containers run: the status of one exceeds the limit of the runtime, that of the other ours.
         has_huge: Arc<AtomicBool>,
     }
 
@@ -663,6 +733,7 @@ mod tests {
             ];
             if self.has_huge.load(Ordering::SeqCst) {
                 containers.push(container("huge", ContainerState::ContainerRunning));
+                containers.push(container("large", ContainerState::ContainerRunning));
             }
             Ok(Response::new(ListContainersResponse { containers }))
         }
@@ -676,7 +747,11 @@ mod tests {
             let minor = match request.container_id.as_str() {
                 "runs" if request.verbose => 6,
                 "created" if request.verbose => 7,
-                "huge" => return Err(Status::resource_exhausted("message too large")),
+                "huge" => return Err(Status::resource_exhausted("message larger than max")),
+                "large" => {
+                    let info = [("info".to_owned(), " ".repeat(MAX_ANSWER))].into();
+                    return Ok(Response::new(ContainerStatusResponse { info }));
+                }
                 _ => return Err(Status::not_found("no such container")),
             };
             let devices = format!(r#"[{{"type":"c","major":120,"minor":{minor}}}]"#);
@@ -738,9 +813,21 @@ mod tests {
         found().list_containers().await.unwrap();
 
         has_huge.store(true, Ordering::SeqCst);
-        let problem = client.list_containers().await.unwrap_err();
-        let named = "container main of pod default/p: ResourceExhausted: message too large";
-        assert!(problem.ends_with(named), "{problem}");
+        let before = asked.load(Ordering::SeqCst);
+        for _ in 0..2 {
+            let seen = client.list_containers().await.unwrap();
+            let problems = seen
+                .0
+                .iter()
+                .filter_map(|container| container.given.as_ref().err());
+            let [of_runtime, own] = problems.collect::<Vec<_>>()[..] else {
+                panic!("{seen:?}");
+            };
+            assert_eq!(of_runtime, "ResourceExhausted: message larger than max");
+            assert!(own.contains("OutOfRange"), "{own}");
+        }
+        // Three more containers; the removed one is asked for each time.
+        assert_eq!(asked.load(Ordering::SeqCst) - before, 4);
         server.abort();
     }
 }

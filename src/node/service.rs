@@ -31,8 +31,8 @@ use crate::node::state::storage::StoreError;
 const QUEUE: usize = 64;
 /// Timeout for one driver call. Kubelet gives up after 45 s and retries.
 pub(in crate::node) const DRIVER_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long Prepare waits before it asks the container runtime again.
-const NO_ANSWER_RETRY: Duration = Duration::from_secs(1);
+/// How long Prepare waits before it asks the container runtime again: nothing tells the end of a container.
+const RUNTIME_RETRY: Duration = Duration::from_secs(1);
 /// The reason of a refusal because the device has a holder.
 const HELD: &str = "DeviceHeld";
 /// How long Prepare waits for the release of a device that another claim holds: for its Unprepare, or for the check whether the holder still
@@ -333,7 +333,7 @@ impl NodeService {
             }
             tokio::select! {
                 Ok(()) = released.changed() => {}
-                () = sleep(NO_ANSWER_RETRY), if answers.iter().any(is_unanswered) => {}
+                () = sleep(RUNTIME_RETRY), if answers.iter().any(is_up_to_the_runtime) => {}
                 () = sleep_until(deadline) => return answers,
             }
             let again: Vec<ClaimToPrepare> = held
@@ -505,14 +505,16 @@ impl NodeService {
 
 /// Whether a repeated Prepare may soon succeed.
 fn is_held<T>(answer: &Result<T, ServiceError>) -> bool {
-    answer.as_ref().is_err_and(|error| error.reason() == HELD) || is_unanswered(answer)
+    answer.as_ref().is_err_and(|error| error.reason() == HELD) || is_up_to_the_runtime(answer)
 }
 
-/// Whether the container runtime did not answer.
-fn is_unanswered<T>(answer: &Result<T, ServiceError>) -> bool {
+/// Whether the container runtime did not answer, or shows a container that has a device and may be about to end.
+fn is_up_to_the_runtime<T>(answer: &Result<T, ServiceError>) -> bool {
     matches!(
         answer,
-        Err(ServiceError::Refused(Refusal::RuntimeUnavailable { .. }))
+        Err(ServiceError::Refused(
+            Refusal::RuntimeUnavailable { .. } | Refusal::StillUsed { .. } | Refusal::InContainer { .. }
+        ))
     )
 }
 
@@ -567,6 +569,27 @@ mod tests {
         }
         answer(&mut backend, Ok(vec!["id".into()])).await;
         assert_eq!(prepare.await.unwrap()[0].as_ref().unwrap(), &["id".to_owned()]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_prepare_is_repeated_while_a_container_ends() {
+        for refusal in [
+            Refusal::StillUsed {
+                device: "kvm".into(),
+                holder: "container main of pod default/p".into(),
+            },
+            Refusal::InContainer {
+                device: "kvm".into(),
+                holder: "container main of pod default/p".into(),
+            },
+        ] {
+            let (service, mut backend) = NodeService::new(Some(Arc::new(NoContainers)), Arc::default());
+            let prepare = tokio::spawn(async move { service.prepare(vec![claim()], None).await });
+            answer(&mut backend, Err(refusal.into())).await;
+            // No claim is released meanwhile.
+            answer(&mut backend, Ok(vec!["id".into()])).await;
+            assert_eq!(prepare.await.unwrap()[0].as_ref().unwrap(), &["id".to_owned()]);
+        }
     }
 
     /// A runtime that does not answer.

@@ -57,7 +57,9 @@ pub(crate) fn checkpoint(bytes: &[u8]) {
             let text = checkpoint.encode().unwrap();
             assert_eq!(Checkpoint::decode(text.as_bytes()).as_ref(), Ok(&checkpoint));
             let prepared_claims = PreparedClaims::new("boot", checkpoint.entries.clone());
-            assert_eq!(Checkpoint::of(&prepared_claims, &checkpoint.cluster), checkpoint);
+            let unknown = &checkpoint.unknown_containers;
+            let again = Checkpoint::of(&prepared_claims, &checkpoint.cluster, unknown);
+            assert_eq!(again, checkpoint);
         }
         Err(error) => assert!(!error.to_string().is_empty()),
     };

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! An entry is an [`Entry`] (in `prepared_claims`): names, boot id, devices and state; `injection` has its container edits. `cluster` is
-//! [`ClusterFacts`]. Version 2 is written if a claim of structured mode is in it. `node::state::storage` writes the text to `checkpoint.json`
+//! [`ClusterFacts`]; `unknownContainers` is [`UnknownContainers`]. Version 2 is written if a claim of structured mode is in it. `node::state::storage` writes the text to `checkpoint.json`
 //! in the state directory, at each [`PlanStep::Save`](super::plan::PlanStep::Save): before the driver prepares a claim and after its CDI file
 //! is written, before that file is written again, when a claim is removed or its devices become known, at a start, and when the facts of the
 //! cluster change. An unchanged text is not written again while its file is in place.
@@ -21,6 +21,7 @@ use serde_json::value::RawValue;
 
 use super::claims_api::ClaimsApi;
 use super::prepared_claims::{Entry, PreparedClaims};
+use super::runtime_containers::UnknownContainers;
 use crate::core::names::ClaimUid;
 
 /// The newest version that this release reads. It is written only for a checkpoint with a claim of structured mode, so that an earlier
@@ -38,6 +39,10 @@ pub struct Checkpoint {
     pub cluster: ClusterFacts,
     /// The prepared claims.
     pub entries: BTreeMap<ClaimUid, Entry>,
+    /// The containers whose status the container runtime cannot send. Earlier releases ignore it, since they refuse all exclusive devices while
+    /// such a container runs; after them, those that run may have any device.
+    #[serde(default, skip_serializing_if = "UnknownContainers::is_default")]
+    pub unknown_containers: UnknownContainers,
 }
 
 /// The last known facts about the cluster, stored so that the node can serve kubelet while the API server is unavailable.
@@ -142,11 +147,16 @@ fn checksum(version: u32, data: &str) -> u32 {
 }
 
 impl Checkpoint {
-    /// Builds a checkpoint from the prepared claims.
-    pub fn of(prepared_claims: &PreparedClaims, cluster: &ClusterFacts) -> Self {
+    /// Builds a checkpoint.
+    pub fn of(
+        prepared_claims: &PreparedClaims,
+        cluster: &ClusterFacts,
+        unknown_containers: &UnknownContainers,
+    ) -> Self {
         Self {
             cluster: cluster.clone(),
             entries: prepared_claims.entries().clone(),
+            unknown_containers: unknown_containers.clone(),
         }
     }
 
@@ -190,6 +200,8 @@ impl Checkpoint {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::super::container_edits::{ContainerEdits, DeviceNode};
     use super::super::device_metadata::DeviceMetadata;
     use super::super::prepared_claims::{HeldDevice, Progress, Structured};
@@ -228,7 +240,23 @@ mod tests {
                 minor: None,
             },
             entries: BTreeMap::from([(uid("10"), done), (uid("11"), started)]),
+            unknown_containers: UnknownContainers::default(),
         }
+    }
+
+    #[test]
+    fn unknown_containers_are_stored_if_there_are_any() {
+        let mut checkpoint = checkpoint();
+        let is_named = |text: &str| text.contains("unknownContainers");
+        assert!(!is_named(&checkpoint.encode().unwrap()));
+        let mut unknown = UnknownContainers::of_boot("7e1a");
+        for entry in checkpoint.entries.values() {
+            unknown.released(entry, Duration::ZERO);
+        }
+        checkpoint.unknown_containers = unknown.to_store();
+        let text = checkpoint.encode().unwrap();
+        assert!(is_named(&text));
+        assert_eq!(Checkpoint::decode(text.as_bytes()), Ok(checkpoint));
     }
 
     #[test]

@@ -150,7 +150,7 @@ pub struct RuntimeView {
     pub unused: BTreeSet<ClaimUid>,
     /// The claims whose devices a container has or that still have a CDI file, and those about which it is too early to decide.
     pub undecided: BTreeSet<ClaimUid>,
-    /// The claims about which the runtime did not answer.
+    /// The claims about which the runtime did not answer, or that a container of unknown status may use.
     pub unanswered: BTreeSet<ClaimUid>,
 }
 
@@ -367,7 +367,7 @@ impl Orphans {
 
 /// The reason to quarantine a claim that would be freed without a container runtime.
 const NO_ANSWER: &str = "kubelet and the API server no longer have it, but the container runtime does not \
-                         answer, so a container may still use its devices";
+                         answer, or cannot send the status of a container, which may still use its devices";
 
 /// The reason to quarantine a missing claim instead of freeing it; `None` if there is none yet.
 fn doubt(entry: &Entry, kubelet: &KubeletView, uid: &ClaimUid, answer: &ApiView) -> Option<String> {

@@ -197,8 +197,8 @@ fn check_containers(containers: &Containers, device: &Device) -> Result<(), Refu
     }
 }
 
-/// Refuses a device whose shares are all in use. Otherwise returns the claims to evict so that one more can have it: remains of failed
-/// attempts, or of pods that ran before the boot.
+/// Refuses a device whose shares are all in use. Otherwise returns the claims to evict so that one more can have it, and no more than that:
+/// remains of failed attempts, then of pods that ran before the boot.
 fn make_room(
     prepared_claims: &PreparedClaims,
     uid: &ClaimUid,
@@ -209,7 +209,7 @@ fn make_room(
     let others = prepared_claims
         .holders_of(device)
         .filter(|(holder, _)| *holder != uid);
-    let (in_use, left): (Vec<_>, Vec<_>) =
+    let (in_use, mut left): (Vec<_>, Vec<_>) =
         others.partition(|(_, entry)| prepared_claims.may_be_in_use(entry));
     let limit = usize::try_from(shares).unwrap_or(usize::MAX);
     let held = |holders: &[(&ClaimUid, &Entry)]| -> usize {
@@ -225,7 +225,7 @@ fn make_room(
             needed,
         });
     }
-    let (used, unused) = (held(&in_use), held(&left));
+    let used = held(&in_use);
     match in_use.first() {
         Some((holder, entry)) if used + needed > limit => {
             let (device, holder) = (device.name.clone(), entry.describe(holder));
@@ -239,10 +239,20 @@ fn make_room(
                 }
             })
         }
-        _ if used + unused + needed > limit => {
-            Ok(left.into_iter().map(|(holder, _)| holder.clone()).collect())
+        _ => {
+            // Kubelet 1.27 does not prepare a claim of an earlier boot again, so it goes last.
+            left.sort_by_key(|(_, entry)| entry.is_done());
+            let mut excess = (used + held(&left) + needed).saturating_sub(limit);
+            let mut evicted = Vec::new();
+            for (holder, entry) in left {
+                if excess == 0 {
+                    break;
+                }
+                excess = excess.saturating_sub(PreparedClaims::shares_held(entry, device));
+                evicted.push(holder.clone());
+            }
+            Ok(evicted)
         }
-        _ => Ok(Vec::new()),
     }
 }
 
@@ -932,10 +942,11 @@ impl Retries {
         self.0.contains_key(missing)
     }
 
-    /// The files whose retry is due.
+    /// The files whose retry is due; the one that has been due for the longest time comes first.
     pub fn due(&self, now: Duration) -> Vec<Missing> {
-        let due = self.0.iter().filter(|(_, retry)| retry.due <= now);
-        due.map(|(missing, _)| missing.clone()).collect()
+        let mut due: Vec<_> = self.0.iter().filter(|(_, retry)| retry.due <= now).collect();
+        due.sort_by_key(|(_, retry)| retry.due);
+        due.into_iter().map(|(missing, _)| missing.clone()).collect()
     }
 
     /// The time of the next retry.

@@ -2,22 +2,34 @@
 //!
 //! Kubelet's lists prove neither use nor disuse. It keeps claims of pods that were deleted by force while it was down, and forgets the
 //! devices of such pods while their containers are still ending. The runtime knows all containers, and the devices of a container never
-//! change.
+//! change. Users can make containers whose status is too large for a message of the runtime: see [`UnknownContainers`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::containers::PodContainer;
 use super::kubelet_state::shortened;
-use super::prepared_claims::{Entry, HeldDevice, PreparedClaims};
+use super::prepared_claims::{Entry, HeldDevice, PreparedClaims, add_numbers, share_a_node};
 use crate::api::crd::{Device, DeviceNodeKind, DeviceNumber, Devices};
 use crate::core::names::{ClaimDevice, ClaimUid, DriverName};
 
 /// How long a created container may still be started: kubelet waits two minutes for each call to the runtime. If kubelet was killed
 /// meanwhile, a created container is never started, and is removed with its pod.
 const START_LIMIT: Duration = Duration::from_secs(240);
+
+/// How long after the removal of a CDI file the runtime may not yet list a container created with it: the runtime reads the file during the
+/// create call, shortly before it lists the container.
+pub const SETTLE: Duration = Duration::from_secs(2);
+
+/// Maximum number of remembered devices of released claims: as many as a node has. As long as the runtime answers, each Prepare lists the
+/// containers, so fewer are needed. Beyond it, the oldest is forgotten.
+const RELEASED_MAX: usize = 1024;
+
+/// Maximum number of devices remembered for containers of unknown status: a bound for memory and checkpoint. Beyond it, such a container may
+/// have any device.
+const POSSIBLE_MAX: usize = 4096;
 
 /// Prefix of the container annotations in which kubelet names CDI devices, separated by commas; kubelet 1.27 has no field for them.
 const CDI_ANNOTATION: &str = "cdi.k8s.io/";
@@ -48,14 +60,16 @@ pub enum RuntimeContainerState {
 /// A container, as reported by the runtime.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RuntimeContainer {
+    /// The runtime's id for it, which is never used again.
+    pub id: String,
     /// Its name.
     pub container: PodContainer,
     /// The state of the container.
     pub state: RuntimeContainerState,
     /// How long the container has been observed, by a monotonic clock.
     pub age: Duration,
-    /// The devices that it was given.
-    pub given: ContainerDevices,
+    /// The devices that it was given, or why the runtime cannot send its status.
+    pub given: Result<ContainerDevices, String>,
 }
 
 /// All containers of the runtime at one moment.
@@ -90,7 +104,10 @@ impl RuntimeContainers {
     #[must_use]
     pub fn without_claim(&self, driver: &DriverName, uid: &ClaimUid) -> Self {
         let is_of_claim = |id: &String| driver.claim_of_cdi_id(id).as_ref() == Some(uid);
-        let uses_claim = |container: &&RuntimeContainer| container.given.cdi_devices.iter().any(is_of_claim);
+        let uses_claim = |container: &&RuntimeContainer| {
+            let mut given = container.given.iter().flat_map(|given| &given.cdi_devices);
+            given.any(is_of_claim)
+        };
         let others = self.0.iter().filter(|container| !uses_claim(container));
         Self(others.cloned().collect())
     }
@@ -124,9 +141,221 @@ impl RuntimeContainers {
     fn user(&self, matches: impl Fn(&ContainerDevices) -> bool) -> Option<&PodContainer> {
         let mut running = self.0.iter().filter(|container| container.may_run());
         running
-            .find(|container| matches(&container.given))
+            .find(|container| container.given.as_ref().is_ok_and(&matches))
             .map(|found| &found.container)
     }
+}
+
+/// The containers whose status the runtime cannot send, and the devices that they may have. Users can make such containers, so each blocks only
+/// devices that claims of its own namespace held when it can have been created, and those that are also extended resources.
+///
+/// It is stored in the checkpoint: an earlier process may have released a device that such a container still has.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct UnknownContainers {
+    /// The boot in which they run: none outlives it. Empty if this record has not begun: an earlier release may have released any device.
+    boot_id: String,
+    /// The containers that are older than this record, and may have any device.
+    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+    earlier: BTreeSet<String>,
+    /// The devices that each other listed container may have, by container id.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    containers: BTreeMap<String, Vec<ClaimedDevice>>,
+    /// Devices of released claims that a container not yet listed may have.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    released: Vec<ClaimedDevice>,
+    /// Whether the record begins with the next list.
+    #[serde(skip)]
+    is_new: bool,
+    /// Whether the devices of the last list's containers are known.
+    #[serde(skip)]
+    is_complete: bool,
+    /// When the last list was requested.
+    #[serde(skip)]
+    listed_at: Duration,
+}
+
+/// A device that a claim of a namespace holds or held.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct ClaimedDevice {
+    namespace: String,
+    device: String,
+    /// The numbers that containers of the claim were given.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    numbers: Vec<DeviceNumber>,
+    /// When it was released; zero before the start of this process.
+    #[serde(skip)]
+    released_at: Duration,
+}
+
+impl UnknownContainers {
+    /// The record of a boot in which no claim has been prepared yet.
+    pub fn of_boot(boot_id: &str) -> Self {
+        Self {
+            boot_id: boot_id.to_owned(),
+            ..Self::default()
+        }
+    }
+
+    /// Continues in this boot with what an earlier process stored.
+    pub fn new(stored: Self, boot_id: &str) -> Self {
+        if stored.boot_id == boot_id {
+            return stored;
+        }
+        Self {
+            is_new: stored.boot_id.is_empty(),
+            ..Self::of_boot(boot_id)
+        }
+    }
+
+    /// Whether the record has not begun.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// What the next process continues with.
+    #[must_use]
+    pub fn to_store(&self) -> Self {
+        if self.is_new {
+            return Self::default();
+        }
+        let mut stored = Self {
+            is_complete: false,
+            listed_at: Duration::ZERO,
+            ..self.clone()
+        };
+        for device in &mut stored.released {
+            device.released_at = Duration::ZERO;
+        }
+        stored
+    }
+
+    /// Records that a claim no longer holds its devices.
+    pub fn released(&mut self, entry: &Entry, now: Duration) {
+        if !entry.is_done() {
+            return;
+        }
+        for mut device in claimed(entry) {
+            device.released_at = now;
+            let is_same =
+                |other: &ClaimedDevice| other.namespace == device.namespace && other.device == device.device;
+            if let Some(before) = self.released.iter().position(is_same) {
+                add_numbers(&mut device.numbers, &self.released.remove(before).numbers);
+            } else if self.released.len() == RELEASED_MAX {
+                self.released.remove(0);
+            }
+            self.released.push(device);
+        }
+    }
+
+    /// Processes a list of containers that was requested at this time. A list older than the last is ignored.
+    pub fn listed(&mut self, containers: &RuntimeContainers, at: Duration, prepared_claims: &PreparedClaims) {
+        if at < self.listed_at {
+            return;
+        }
+        self.listed_at = at;
+        let unknown: BTreeMap<&str, &str> = containers
+            .0
+            .iter()
+            .filter(|container| container.given.is_err())
+            .map(|container| (container.id.as_str(), container.container.namespace.as_str()))
+            .collect();
+        if std::mem::take(&mut self.is_new) {
+            self.earlier = unknown.keys().map(|id| (*id).to_owned()).collect();
+        }
+        self.earlier.retain(|id| unknown.contains_key(id.as_str()));
+        self.containers.retain(|id, _| unknown.contains_key(id.as_str()));
+        let is_rebuilt = |entry: &Entry| entry.namespace.is_empty() || entry.has_unknown_devices();
+        self.is_complete = !prepared_claims.entries().values().any(is_rebuilt);
+        for (id, namespace) in unknown {
+            if self.containers.contains_key(id) || self.earlier.contains(id) {
+                continue;
+            }
+            // A container gets no devices before its claim is prepared.
+            let done = prepared_claims.entries().values().filter(|entry| entry.is_done());
+            let all = done.flat_map(claimed).chain(self.released.iter().cloned());
+            let mut possible: Vec<ClaimedDevice> = Vec::new();
+            for device in all.filter(|device| device.namespace == namespace) {
+                match possible.iter_mut().find(|known| known.device == device.device) {
+                    Some(known) => add_numbers(&mut known.numbers, &device.numbers),
+                    None => possible.push(device),
+                }
+            }
+            let known: usize = self.containers.values().map(Vec::len).sum();
+            self.is_complete &= known + possible.len() <= POSSIBLE_MAX;
+            if !self.is_complete {
+                return;
+            }
+            self.containers.insert(id.to_owned(), possible);
+        }
+        self.released.retain(|device| device.released_at + SETTLE >= at);
+    }
+
+    /// A container that may have the device, and why the runtime does not show it. For a claim, it may also have the device as an extended
+    /// resource, of which kubelet does not tell the namespace. A starting container is not refused for that: one user could block all
+    /// extended resources. `by_name` is false if only the device's numbers matter.
+    pub fn other_user<'a>(
+        &self,
+        containers: &'a RuntimeContainers,
+        device: &Device,
+        is_for_claim: bool,
+        by_name: bool,
+    ) -> Option<(&'a PodContainer, &'a str)> {
+        let may_be_resource = is_for_claim && device.mode.serves_extended_resource();
+        let is_it = |possible: &ClaimedDevice| {
+            (by_name && possible.device == device.name)
+                || share_a_node(&possible.numbers, &device.device_numbers)
+        };
+        unknown_user(containers, |container| match self.possible(container) {
+            Some(possible) => may_be_resource || possible.iter().any(is_it),
+            None => is_for_claim,
+        })
+    }
+
+    /// A container that may use the devices of a prepared claim.
+    pub fn user_of_claim<'a>(
+        &self,
+        containers: &'a RuntimeContainers,
+        entry: &Entry,
+    ) -> Option<&'a PodContainer> {
+        let is_held = |possible: &ClaimedDevice| {
+            let mut held = entry.held_devices();
+            possible.namespace == entry.namespace && held.any(|held| held.device == possible.device)
+        };
+        let user = unknown_user(containers, |container| {
+            self.possible(container)
+                .is_none_or(|possible| possible.iter().any(is_held))
+        });
+        user.map(|(container, _)| container)
+    }
+
+    /// The devices that a container may have; `None` stands for any.
+    fn possible(&self, container: &RuntimeContainer) -> Option<&[ClaimedDevice]> {
+        let known = self.containers.get(&container.id).filter(|_| self.is_complete);
+        known.map(Vec::as_slice)
+    }
+}
+
+/// A container of unknown status that may still run, and matches.
+fn unknown_user(
+    containers: &RuntimeContainers,
+    matches: impl Fn(&RuntimeContainer) -> bool,
+) -> Option<(&PodContainer, &str)> {
+    let mut running = containers.0.iter().filter(|container| container.may_run());
+    running.find_map(|container| {
+        let problem = container.given.as_ref().err()?;
+        matches(container).then_some((&container.container, problem.as_str()))
+    })
+}
+
+/// The devices that a claim holds.
+fn claimed(entry: &Entry) -> impl Iterator<Item = ClaimedDevice> {
+    entry.held_devices().map(|held| ClaimedDevice {
+        namespace: entry.namespace.clone(),
+        device: held.device.clone(),
+        numbers: held.numbers.clone(),
+        released_at: Duration::ZERO,
+    })
 }
 
 impl ContainerDevices {
@@ -288,6 +517,7 @@ impl SpecDevice {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::api::crd::Mode;
     use crate::core::prepare::container_edits::ContainerEdits;
     use crate::core::prepare::prepared_claims::Progress;
 
@@ -383,6 +613,7 @@ pub(crate) mod tests {
 
     pub(crate) fn running(given: ContainerDevices) -> RuntimeContainer {
         RuntimeContainer {
+            id: "a".into(),
             container: PodContainer {
                 namespace: "default".into(),
                 pod: "p".into(),
@@ -390,7 +621,7 @@ pub(crate) mod tests {
             },
             state: RuntimeContainerState::Running,
             age: Duration::ZERO,
-            given,
+            given: Ok(given),
         }
     }
 
@@ -424,23 +655,197 @@ pub(crate) mod tests {
         }
     }
 
+    fn entry(namespace: &str, device: &str) -> Entry {
+        Entry {
+            namespace: namespace.into(),
+            name: "claim".into(),
+            boot_id: "boot".into(),
+            devices: vec![HeldDevice::named(device)],
+            progress: Progress::Done {
+                container_edits: ContainerEdits::default(),
+            },
+        }
+    }
+
+    /// Containers in the default namespace whose status is too large.
+    fn unknown(ids: &[&str]) -> RuntimeContainers {
+        let container = |id: &&str| RuntimeContainer {
+            id: (*id).to_owned(),
+            given: Err("too large".into()),
+            ..running(ContainerDevices::default())
+        };
+        RuntimeContainers(ids.iter().map(container).collect())
+    }
+
+    /// Whether one of these unknown containers may have a device, for a claim.
+    fn may_have(all: &UnknownContainers, containers: &RuntimeContainers, device: &str) -> bool {
+        let device = Device {
+            name: device.into(),
+            ..Device::default()
+        };
+        all.other_user(containers, &device, true, true).is_some()
+    }
+
+    fn prepared(entries: &[Entry]) -> PreparedClaims {
+        let uid =
+            |last: usize| ClaimUid::parse(&format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0{last}")).unwrap();
+        let entries = entries.iter().cloned().enumerate();
+        PreparedClaims::new("boot", entries.map(|(last, entry)| (uid(last), entry)).collect())
+    }
+
+    #[test]
+    fn an_unknown_container_may_have_what_its_namespace_held() {
+        let (none, at) = (RuntimeContainers::default(), Duration::from_secs);
+        let mut all = UnknownContainers::of_boot("boot");
+        all.released(&entry("default", "earlier"), at(10));
+        all.released(&entry("default", "before"), at(18));
+        // By the time of this list, the runtime shows each container that was created before the first release.
+        all.listed(&none, at(20), &prepared(&[]));
+        all.released(&entry("other", "of-other"), at(21));
+        let first = unknown(&["first"]);
+        let held = [entry("default", "held"), entry("other", "of-other-now")];
+        all.listed(&first, at(30), &prepared(&held));
+        for (device, expected) in [
+            ("held", true),
+            ("before", true),
+            ("earlier", false),
+            ("of-other", false),
+            ("of-other-now", false),
+            ("free", false),
+        ] {
+            assert_eq!(may_have(&all, &first, device), expected, "{device}");
+        }
+        assert!(all.user_of_claim(&first, &held[0]).is_some());
+        assert!(all.user_of_claim(&first, &held[1]).is_none());
+
+        // It cannot have what is prepared later, an older list does not count, and the next process knows the same.
+        all.listed(&first, at(40), &prepared(&[entry("default", "after")]));
+        all.listed(&none, at(39), &prepared(&[]));
+        let mut next = UnknownContainers::new(all.to_store(), "boot");
+        next.listed(&first, at(0), &prepared(&[]));
+        for all in [&all, &next] {
+            for (device, expected) in [("held", true), ("before", true), ("after", false)] {
+                assert_eq!(may_have(all, &first, device), expected, "{device}");
+            }
+        }
+        let mut next = UnknownContainers::new(all.to_store(), "next");
+        next.listed(&first, at(0), &prepared(&[]));
+        assert!(!may_have(&next, &first, "held"), "no container outlives a boot");
+
+        // A later container may have what was released meanwhile, but not what the first one has.
+        all.released(&entry("default", "last"), at(45));
+        let (both, second) = (unknown(&["first", "second"]), unknown(&["second"]));
+        all.listed(&both, at(50), &prepared(&[]));
+        assert!(may_have(&all, &second, "last") && !may_have(&all, &second, "held"));
+        all.listed(&second, at(60), &prepared(&[]));
+        assert!(!may_have(&all, &second, "held"));
+        all.listed(&none, at(70), &prepared(&[]));
+        assert_eq!(all.to_store(), UnknownContainers::of_boot("boot"));
+    }
+
+    #[test]
+    fn containers_from_before_the_record_may_have_anything() {
+        let at = Duration::from_secs;
+        let (first, both) = (unknown(&["first"]), unknown(&["first", "second"]));
+        let mut all = UnknownContainers::new(UnknownContainers::default(), "boot");
+        assert!(all.to_store().is_default(), "it begins with the first list");
+        all.listed(&first, at(1), &prepared(&[]));
+        let mut next = UnknownContainers::new(all.to_store(), "boot");
+        for all in [&mut all, &mut next] {
+            all.listed(&both, at(2), &prepared(&[]));
+            assert!(may_have(all, &both, "free"));
+            all.listed(&unknown(&["second"]), at(3), &prepared(&[]));
+            assert!(!may_have(all, &unknown(&["second"]), "free"));
+        }
+    }
+
+    #[test]
+    fn a_failed_prepare_gives_no_container_a_device() {
+        let started = Entry {
+            progress: Progress::Started {
+                container_edits: None,
+            },
+            ..entry("default", "x")
+        };
+        let containers = unknown(&["a"]);
+        let mut all = UnknownContainers::of_boot("boot");
+        all.released(&started, Duration::ZERO);
+        all.listed(&containers, Duration::ZERO, &prepared(&[started]));
+        assert!(!may_have(&all, &containers, "x"));
+    }
+
+    #[test]
+    fn rebuilt_claims_may_be_in_any_unknown_container() {
+        let at = Duration::from_secs;
+        let containers = unknown(&["a"]);
+        let mut all = UnknownContainers::default();
+        let rebuilt = entry("", "x");
+        all.listed(&containers, at(1), &prepared(std::slice::from_ref(&rebuilt)));
+        assert!(may_have(&all, &containers, "free"));
+        assert!(all.user_of_claim(&containers, &rebuilt).is_some());
+        // Once the claim is known, the container counts as new.
+        let known = entry("default", "x");
+        all.listed(&containers, at(2), &prepared(&[known]));
+        assert!(may_have(&all, &containers, "x") && !may_have(&all, &containers, "free"));
+    }
+
+    #[test]
+    fn an_unknown_container_may_have_any_extended_resource() {
+        let number = number("c120:6");
+        let mut held = entry("default", "renamed");
+        held.devices[0].numbers.push(number);
+        let containers = unknown(&["a"]);
+        let mut all = UnknownContainers::default();
+        all.listed(&containers, Duration::ZERO, &prepared(&[held]));
+        for (name, mode, number, is_for_claim, by_name, expected) in [
+            ("free", Mode::Claims, None, true, true, false),
+            ("free", Mode::Both, None, true, true, true),
+            ("free", Mode::Both, None, false, true, false),
+            ("new", Mode::Claims, Some(number), true, false, true),
+            ("new", Mode::Both, Some(number), false, true, true),
+            ("renamed", Mode::Claims, None, true, false, false),
+            ("renamed", Mode::Claims, None, true, true, true),
+        ] {
+            let device = Device {
+                name: name.into(),
+                mode,
+                device_numbers: number.into_iter().collect(),
+                ..Device::default()
+            };
+            let user = all.other_user(&containers, &device, is_for_claim, by_name);
+            assert_eq!(
+                user.is_some(),
+                expected,
+                "{name} {mode:?} {is_for_claim} {by_name}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_devices_of_unknown_containers_are_bounded() {
+        let mut all = UnknownContainers::default();
+        for number in 0..RELEASED_MAX + 7 {
+            all.released(&entry("default", &number.to_string()), Duration::ZERO);
+            all.released(&entry("default", &number.to_string()), Duration::ZERO);
+        }
+        assert_eq!(all.released.len(), RELEASED_MAX);
+        assert_eq!(all.released[0].device, "7");
+        let ids: Vec<String> = (0..5).map(|id| id.to_string()).collect();
+        let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
+        let containers = unknown(&ids);
+        all.listed(&containers, Duration::ZERO, &prepared(&[]));
+        let known: usize = all.containers.values().map(Vec::len).sum();
+        assert_eq!(known, POSSIBLE_MAX);
+        assert!(may_have(&all, &containers, "any"));
+    }
+
     #[test]
     fn a_number_shows_the_use_of_a_claim_unless_others_use_it() {
         let driver = DriverName::parse("drayman.dev").unwrap();
         let uid = ClaimUid::parse(A).unwrap();
         let number = number("c120:6");
-        let entry = Entry {
-            namespace: "default".into(),
-            name: "claim".into(),
-            boot_id: "boot".into(),
-            devices: vec![HeldDevice {
-                numbers: vec![number],
-                ..HeldDevice::named("x")
-            }],
-            progress: Progress::Done {
-                container_edits: ContainerEdits::default(),
-            },
-        };
+        let mut entry = entry("default", "x");
+        entry.devices[0].numbers.push(number);
         let prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid.clone(), entry)]));
         for (shares, name, is_used) in [
             (None, format!("{B}-x"), true),

@@ -34,12 +34,14 @@ use crate::core::prepare::plan::{
     Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, Missing, NodeIdentity, PlanStep, Refusal,
     Retries, plan_prepare, plan_unprepare, taken, takes_from_both,
 };
-use crate::core::prepare::prepared_claims::{ClaimEdits, Entry, HeldDevice, PreparedClaims, share_a_node};
+use crate::core::prepare::prepared_claims::{
+    ClaimChange, ClaimEdits, Entry, HeldDevice, PreparedClaims, share_a_node,
+};
 use crate::core::prepare::recovery::{
     holdings, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release, plan_restoring,
     plan_restoring_one, plan_roll_back,
 };
-use crate::core::prepare::runtime_containers::RuntimeContainers;
+use crate::core::prepare::runtime_containers::{RuntimeContainers, UnknownContainers};
 use crate::node::container_runtime::{ContainerRuntime, RuntimeCheck};
 use crate::node::driver::{self, NodeDriver, NodeDriverError, PreparedClaim};
 use crate::node::metrics::Metrics;
@@ -159,6 +161,7 @@ impl<D: NodeDriver> NodeState<D> {
             store,
             prepared_claims,
             cluster,
+            unknown_containers,
             files,
             ..
         } = options.opened;
@@ -179,7 +182,11 @@ impl<D: NodeDriver> NodeState<D> {
                 name: options.node_name,
                 uid: cluster.node_uid,
             },
-            runtime: RuntimeCheck::new(options.runtime, options.paths.driver.clone()),
+            runtime: RuntimeCheck::new(
+                options.runtime,
+                options.paths.driver.clone(),
+                UnknownContainers::new(unknown_containers, prepared_claims.boot_id()),
+            ),
             containers: None,
             paths: options.paths,
             store: Arc::new(store),
@@ -249,6 +256,7 @@ impl<D: NodeDriver> NodeState<D> {
         // If the caller is gone, the work is still done; only the response is dropped.
         match request {
             NodeRequest::Prepare(claims, containers, answer) => {
+                self.process_list(containers.as_ref());
                 let withdrawn = BTreeSet::new();
                 if claims.iter().any(|claim| self.needs_query(claim)) {
                     self.wait_for_query(WaitingRequest::Prepare {
@@ -277,6 +285,7 @@ impl<D: NodeDriver> NodeState<D> {
                 let _ = answer.send(result);
             }
             NodeRequest::CheckStart(resource, devices, containers, answer) => {
+                self.process_list(containers.as_ref());
                 let result = self.check_start(&resource, &devices, containers.as_ref()).await;
                 self.count("start", result.as_ref().err());
                 if let Err(failure) = &result {
@@ -639,8 +648,20 @@ impl<D: NodeDriver> NodeState<D> {
     /// Performs a step for the disk. It blocks the companion's thread: where the files are in memory, the two changes of threads of a
     /// blocking task take longer than the step. While the disk is slow, all of the companion waits.
     fn store(&mut self, step: &PlanStep) -> Result<(), ServiceError> {
-        if let PlanStep::WriteCdi(uid) = step {
-            self.runtime.cdi_written(uid);
+        match step {
+            PlanStep::WriteCdi(uid) => self.runtime.cdi_written(uid),
+            PlanStep::Save(changes) => {
+                for change in changes {
+                    if let ClaimChange::Remove(uid) = change
+                        && let Some(entry) = self.prepared_claims.entry(uid)
+                    {
+                        self.runtime.released(entry);
+                    }
+                }
+                self.store
+                    .set_unknown_containers(self.runtime.unknown_containers());
+            }
+            _ => {}
         }
         let Some(changed) = step.perform(&self.prepared_claims, &*self.store)? else {
             return Ok(());
@@ -764,30 +785,29 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
-    /// Retries the CDI files whose writing failed.
+    /// Retries a CDI file whose writing failed. Requests are served before the next one, because a driver may take long.
     async fn retry(&mut self) {
-        for missing in self.retries.due(self.started.elapsed()) {
-            let uid = match &missing {
-                Missing::OfDevices => {
-                    self.refresh_named_devices().await;
-                    continue;
-                }
-                Missing::OfClaim(uid) => uid.clone(),
-            };
-            let Some(steps) = plan_restoring_one(&self.prepared_claims, &uid) else {
+        let due = self.retries.due(self.started.elapsed());
+        let Some(missing) = due.into_iter().next() else {
+            return;
+        };
+        let uid = match &missing {
+            Missing::OfDevices => return self.refresh_named_devices().await,
+            Missing::OfClaim(uid) => uid.clone(),
+        };
+        let Some(steps) = plan_restoring_one(&self.prepared_claims, &uid) else {
+            self.retries.done(&missing);
+            return;
+        };
+        match self.perform(&steps).await {
+            Ok(()) => {
                 self.retries.done(&missing);
-                continue;
-            };
-            match self.perform(&steps).await {
-                Ok(()) => {
-                    self.retries.done(&missing);
-                    info!(claim_uid = %uid, "containers of this claim can be started again");
-                }
-                Err(failure) => {
-                    let reason = failure.reason();
-                    debug!(claim_uid = %uid, reason, "containers of this claim still cannot be started: {failure}");
-                    self.roll_back(&uid).await;
-                }
+                info!(claim_uid = %uid, "containers of this claim can be started again");
+            }
+            Err(failure) => {
+                let reason = failure.reason();
+                debug!(claim_uid = %uid, reason, "containers of this claim still cannot be started: {failure}");
+                self.roll_back(&uid).await;
             }
         }
     }
@@ -858,11 +878,18 @@ impl<D: NodeDriver> NodeState<D> {
             return Some(current.containers.clone());
         }
         let mut listed = ListedContainers::list(&*self.runtime.runtime()?, released).await;
+        self.process_list(Some(&listed));
         // Meanwhile no container has got a device from here, and a slow runtime must not be asked for each claim.
         listed.at = Instant::now();
         let containers = listed.containers.clone();
         self.containers = Some(listed);
         Some(containers)
+    }
+
+    fn process_list(&mut self, listed: Option<&ListedContainers>) {
+        if let Some(ListedContainers { containers, at, .. }) = listed {
+            self.runtime.listed(containers, *at, &self.prepared_claims);
+        }
     }
 
     /// Refuses a claim if a container without it has a number that is new for one of its exclusive devices.
@@ -890,7 +917,7 @@ impl<D: NodeDriver> NodeState<D> {
         let listed = self.list_containers(None).await;
         let others = listed.map(|listed| listed.map(|all| Arc::new(all.without_claim(driver, uid))));
         let devices: Vec<&Device> = renumbered.iter().collect();
-        Ok(self.runtime.check_unused(&devices, Some(uid), others)?)
+        Ok(self.runtime.check_unused(&devices, Some(uid), others, false)?)
     }
 
     /// Refuses a claim, or a starting container if `claim` is `None`, the exclusive devices that another container still has. `containers` are
@@ -907,7 +934,7 @@ impl<D: NodeDriver> NodeState<D> {
         }
         let listed = self.list_containers(containers).await;
         let devices: Vec<_> = names.filter_map(|name| self.device(name)).collect();
-        Ok(self.runtime.check_unused(&devices, claim, listed)?)
+        Ok(self.runtime.check_unused(&devices, claim, listed, true)?)
     }
 
     /// Schedules a check of a device's holders, because another claim needs it: they are about to end, or kubelet has lost them.

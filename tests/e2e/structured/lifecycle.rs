@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use anyhow::Context as _;
 use k8s_openapi::api::core::v1::Pod;
-use k8s_openapi::api::resource::v1::ResourceSlice;
-use kube::api::{Api, ListParams};
+use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
+use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use serde_json::json;
 
 use super::fixture::{
@@ -216,6 +216,53 @@ async fn a_reboot_without_cdi_files_costs_no_pod_its_device() -> anyhow::Result<
     make_pod_with_claim(&setup, "next", &one_device()).await?;
     assert!(devices_of(&setup, "next").await?.is_disjoint(&before));
     for pod in ["pod", "next"] {
+        delete(&setup, pod).await?;
+    }
+    setup.end([companion]).await
+}
+
+/// The container runtime cannot send the status of a container with such arguments: containerd sends messages of at most 16 MiB, and a status
+/// has each argument twice, with six bytes for each `<`.
+#[tokio::test]
+async fn a_huge_container_blocks_only_the_devices_it_may_have() -> anyhow::Result<()> {
+    const NAMESPACE: &str = "kube-public";
+    let (setup, companion) = start(CONFIGURATION, &DEVICES).await?;
+    let claim = json!({ "metadata": { "name": "huge" }, "spec": one_device() });
+    let claims = Api::<ResourceClaim>::namespaced(setup.cluster.client(), NAMESPACE);
+    claims
+        .create(&PostParams::default(), &serde_json::from_value(claim)?)
+        .await?;
+    let arguments = vec!["<".repeat(120_000); 12];
+    let command = [vec!["sh".into(), "-c".into(), "sleep 1000000".into()], arguments].concat();
+    let pod = json!({
+        "metadata": { "name": "huge" },
+        "spec": {
+            "resourceClaims": [{ "name": "claim", "resourceClaimName": "huge" }],
+            "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never", "command": command,
+                "resources": { "claims": [{ "name": "claim" }] } }],
+            "dnsPolicy": "Default",
+            "terminationGracePeriodSeconds": 1,
+        },
+    });
+    let pods = Api::<Pod>::namespaced(setup.cluster.client(), NAMESPACE);
+    pods.create(&PostParams::default(), &serde_json::from_value(pod)?)
+        .await?;
+    let is_running = |pod: Option<&Pod>| {
+        let status = pod.and_then(|pod| pod.status.as_ref());
+        status.is_some_and(|status| status.phase.as_deref() == Some("Running"))
+    };
+    setup.wait(pods.clone(), "huge", "running", is_running).await?;
+
+    make_pod_with_claim(&setup, "other", &one_device()).await?;
+    let of_other = devices_of(&setup, "other").await?;
+    companion
+        .logged("grpc: trying to send message larger than max")
+        .await?;
+    pods.delete("huge", &DeleteParams::default().grace_period(0))
+        .await?;
+    make_pod_with_claim(&setup, "next", &one_device()).await?;
+    assert!(devices_of(&setup, "next").await?.is_disjoint(&of_other));
+    for pod in ["other", "next"] {
         delete(&setup, pod).await?;
     }
     setup.end([companion]).await

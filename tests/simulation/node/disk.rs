@@ -11,6 +11,7 @@ use drayman::core::names::{ClaimUid, DriverName};
 use drayman::core::prepare::checkpoint::{Checkpoint, ClusterFacts};
 use drayman::core::prepare::plan::Storage;
 use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
+use drayman::core::prepare::runtime_containers::UnknownContainers;
 
 use crate::driver::DRIVER;
 use crate::rng::Rng;
@@ -230,9 +231,13 @@ impl Storage for Disk {
 
     fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), Stop> {
         let mut state = self.0.borrow_mut();
-        let text = Checkpoint::of(prepared_claims, &ClusterFacts::default())
-            .encode()
-            .unwrap();
+        let text = Checkpoint::of(
+            prepared_claims,
+            &ClusterFacts::default(),
+            &UnknownContainers::default(),
+        )
+        .encode()
+        .unwrap();
         if state.written.as_ref() != Some(&text) {
             state.replace(&text)?;
             state.written = None;

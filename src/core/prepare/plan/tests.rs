@@ -375,8 +375,25 @@ fn a_shared_device_is_given_to_as_many_claims_as_it_has_shares() {
     let steps = plan(&PreparedClaims::new("boot", entries.clone()), C, &["shared"]).unwrap();
     assert_eq!(steps[0], PlanStep::RemoveCdi(ClaimUid::parse(B).unwrap()));
     entries.remove(&ClaimUid::parse(A).unwrap());
-    let steps = plan(&PreparedClaims::new("boot", entries), C, &["shared"]).unwrap();
+    let steps = plan(&PreparedClaims::new("boot", entries.clone()), C, &["shared"]).unwrap();
     assert!(matches!(&steps[0], PlanStep::Save(_)), "{steps:?}");
+    // No more are evicted than needed, and a failed attempt before a claim of an earlier boot.
+    let started = Progress::Started {
+        container_edits: None,
+    };
+    for (of_a, of_b, evicted) in [(done(), started.clone(), B), (started, done(), A)] {
+        entries.extend(held(A, &["shared"], "before", of_a).entries().clone());
+        entries.extend(held(B, &["shared"], "before", of_b).entries().clone());
+        let steps = plan(&PreparedClaims::new("boot", entries.clone()), C, &["shared"]).unwrap();
+        let removed: Vec<&str> = steps
+            .iter()
+            .filter_map(|step| match step {
+                PlanStep::RemoveCdi(uid) => Some(uid.as_str()),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(removed, [evicted]);
+    }
 }
 
 #[test]

@@ -11,6 +11,9 @@ use rustix::fs::OFlags;
 
 use crate::core::prepare::checkpoint::CheckpointError;
 
+/// Maximum size of a checkpoint, in bytes: far above the needs of a node's pods.
+pub(super) const CHECKPOINT_MAX: usize = 16 * 1024 * 1024;
+
 /// Why state could not be stored or loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
@@ -30,6 +33,11 @@ pub enum StoreError {
     /// The checkpoint could not be serialized.
     #[error("cannot write the prepared claims as a checkpoint: {0}")]
     Encode(CheckpointError),
+    /// The next start could not read the checkpoint.
+    #[error(
+        "the checkpoint would have {0} bytes, and at most {CHECKPOINT_MAX} are read at a start: delete pods with claims from this node"
+    )]
+    TooLarge(usize),
 }
 
 impl StoreError {
@@ -38,7 +46,7 @@ impl StoreError {
         match self {
             Self::Io { .. } => "StorageFailed",
             Self::Locked(_) => "AlreadyRunning",
-            Self::Encode(_) => "CheckpointFailed",
+            Self::Encode(_) | Self::TooLarge(_) => "CheckpointFailed",
         }
     }
 

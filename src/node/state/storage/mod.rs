@@ -19,15 +19,14 @@ use crate::core::prepare::kubelet_state::{self, KubeletClaims, KubeletView};
 use crate::core::prepare::plan::Storage;
 use crate::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use crate::core::prepare::recovery::{initial_entries, unexplained, with_running};
+use crate::core::prepare::runtime_containers::UnknownContainers;
 pub use disk::StoreError;
-use disk::{Disk, DiskStep, Identity, Lock};
+use disk::{CHECKPOINT_MAX, Disk, DiskStep, Identity, Lock};
 
 /// File with the boot id (`random(4)`).
 pub const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// Name of the lock file.
 const LOCK: &str = "lock";
-/// Maximum size of a checkpoint, in bytes: far above the needs of a node's pods.
-const CHECKPOINT_MAX: u64 = 16 * 1024 * 1024;
 /// Number of damaged checkpoints kept for inspection; from then on, the last is overwritten.
 const KEPT_MAX: u32 = 16;
 /// Maximum size of a CDI file, in bytes.
@@ -47,6 +46,7 @@ pub struct Store {
 #[derive(Debug)]
 struct StoreState {
     cluster: ClusterFacts,
+    unknown_containers: UnknownContainers,
     /// The durable text and the identity of its file; `None` while uncertain.
     text: Option<(String, Option<Identity>)>,
     /// Excludes other processes.
@@ -105,6 +105,8 @@ pub struct Opened {
     pub prepared_claims: PreparedClaims,
     /// The cluster facts that the last process stored.
     pub cluster: ClusterFacts,
+    /// The containers of unknown status that the last process stored.
+    pub unknown_containers: UnknownContainers,
     /// The claims with a CDI file.
     pub files: BTreeSet<ClaimUid>,
     /// Why the claims were rebuilt from other sources instead of the checkpoint; normally `None`.
@@ -168,7 +170,7 @@ impl CheckpointFile {
     /// because a retry may succeed.
     fn load(&self) -> Result<Loaded, StoreError> {
         let unusable = |error: String, label| Ok(Loaded::Unusable(Unusable { error, label }));
-        match disk::read(&self.path, CHECKPOINT_MAX) {
+        match disk::read(&self.path, CHECKPOINT_MAX as u64) {
             Ok(None) => Ok(Loaded::Nothing),
             Ok(Some(text)) => match Checkpoint::decode(&text) {
                 Ok(checkpoint) => Ok(Loaded::Read(
@@ -416,6 +418,7 @@ struct OnDisk {
     /// The entries of the checkpoint, if usable.
     entries: Option<BTreeMap<ClaimUid, Entry>>,
     cluster: ClusterFacts,
+    unknown_containers: UnknownContainers,
     /// The text of the checkpoint, if usable.
     text: Option<String>,
     unusable: Option<Unusable>,
@@ -429,13 +432,14 @@ impl OnDisk {
         let file = CheckpointFile::new(disk, &paths.state);
         let cdi = CdiDirectory::new(disk, paths.driver.clone(), &paths.cdi);
         let files = cdi.claims()?;
-        let (entries, cluster, text, unusable) = match file.load()? {
-            Loaded::Read(checkpoint, text) => {
-                (Some(checkpoint.entries), checkpoint.cluster, Some(text), None)
-            }
-            Loaded::Nothing => (None, ClusterFacts::default(), None, None),
-            Loaded::Unusable(unusable) => (None, ClusterFacts::default(), None, Some(unusable)),
+        let (checkpoint, text, unusable) = match file.load()? {
+            Loaded::Read(checkpoint, text) => (Some(checkpoint), Some(text), None),
+            Loaded::Nothing => (None, None, None),
+            Loaded::Unusable(unusable) => (None, None, Some(unusable)),
         };
+        let is_usable = checkpoint.is_some();
+        let checkpoint = checkpoint.unwrap_or_default();
+        let entries = is_usable.then_some(checkpoint.entries);
         let unexplained = unexplained(entries.as_ref(), &files).into_iter();
         let read = |uid: ClaimUid| cdi.read(&uid).map(|spec| (uid, spec));
         let traces = unexplained.map(read).collect::<Result<_, _>>()?;
@@ -443,7 +447,8 @@ impl OnDisk {
             file,
             cdi,
             entries,
-            cluster,
+            cluster: checkpoint.cluster,
+            unknown_containers: checkpoint.unknown_containers,
             text,
             unusable,
             files,
@@ -478,11 +483,18 @@ impl Store {
             format!("{}{}", unusable.error, kept_as.unwrap_or_default())
         });
         found.cdi.remove_half_written()?;
+        let is_first = text.is_none() && unusable.is_none() && found.entries.is_none();
         let (cluster, entries) = (found.cluster, found.entries);
         let (prepared_claims, rebuilt, complete) = rebuild(entries, unusable, &found.traces, paths, boot_id);
         found.cdi.keep_metadata(prepared_claims.entries());
+        let unknown_containers = if is_first && rebuilt.is_none() {
+            UnknownContainers::of_boot(boot_id)
+        } else {
+            found.unknown_containers
+        };
         let inner = Mutex::new(StoreState {
             cluster: cluster.clone(),
+            unknown_containers: unknown_containers.clone(),
             text,
             lock,
         });
@@ -494,6 +506,7 @@ impl Store {
             },
             prepared_claims,
             cluster,
+            unknown_containers,
             files: found.files,
             complete,
             rebuilt,
@@ -524,6 +537,12 @@ impl Store {
     /// Sets the cluster facts; the next [`Storage::save`] stores them.
     pub fn set_cluster(&self, cluster: ClusterFacts) {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).cluster = cluster;
+    }
+
+    /// Sets the containers of unknown status; the next [`Storage::save`] stores them.
+    pub fn set_unknown_containers(&self, containers: UnknownContainers) {
+        let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        state.unknown_containers = containers;
     }
 }
 
@@ -571,9 +590,12 @@ impl Storage for Store {
 
     fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), StoreError> {
         let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        let text = Checkpoint::of(prepared_claims, &state.cluster)
+        let text = Checkpoint::of(prepared_claims, &state.cluster, &state.unknown_containers)
             .encode()
             .map_err(StoreError::Encode)?;
+        if text.len() > CHECKPOINT_MAX {
+            return Err(StoreError::TooLarge(text.len()));
+        }
         self.keep_lock(&mut state)?;
         let in_place = (text, Identity::of(&self.checkpoint.path));
         if state.text.as_ref() != Some(&in_place) {

@@ -78,6 +78,21 @@ fn prepared(root: &Path) -> PreparedClaims {
 }
 
 #[test]
+fn a_checkpoint_that_no_start_could_read_is_not_written() {
+    let root = directory();
+    let before = prepared(root.path());
+    let Opened { store, .. } = open(root.path(), "boot").unwrap();
+    let mut entries = before.entries().clone();
+    for entry in entries.values_mut() {
+        entry.name = "x".repeat(CHECKPOINT_MAX);
+    }
+    let error = store.save(&PreparedClaims::new("boot", entries)).unwrap_err();
+    assert_eq!(error.reason(), "CheckpointFailed");
+    drop(store);
+    assert_eq!(open(root.path(), "boot").unwrap().prepared_claims, before);
+}
+
+#[test]
 fn the_next_process_finds_the_stored_claims() {
     let root = directory();
     let prepared_claims = prepared(root.path());

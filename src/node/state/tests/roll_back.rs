@@ -2,7 +2,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::fixture::*;
-use crate::node::service::ReleaseError;
+use crate::api::crd::Mode;
+use crate::node::service::{DRIVER_TIMEOUT, ReleaseError};
 
 /// A claim whose Prepare failed with a driver that cannot roll it back.
 async fn half_done(run: &Run, driver: &FakeDriver) {
@@ -107,5 +108,33 @@ async fn a_claim_that_cannot_be_unprepared_keeps_its_file() {
     driver.stuck.store(false, Ordering::SeqCst);
     run.unprepare(A).await.unwrap();
     assert!(files(root.path()).is_empty() && held(&run).await.is_empty());
+    run.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_are_served_between_retries() {
+    const C: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y", "z"]));
+    let run = live_and_know(root.path(), "boot", &driver).await;
+    for (uid, device) in [(A, "x"), (B, "y"), (C, "z")] {
+        run.prepare(uid, &[device]).await.unwrap();
+    }
+    driver
+        .gone
+        .lock()
+        .unwrap()
+        .extend(["x".to_owned(), "y".to_owned()]);
+    driver.say(&["z"], "test", Mode::Claims);
+    while files(root.path()) != [file(C)] {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    // The release makes both retries due, and the driver does not answer.
+    let closed = driver.gate.acquire().await.unwrap();
+    run.unprepare(C).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    let begin = tokio::time::Instant::now();
+    run.unprepare(C).await.unwrap();
+    assert!(begin.elapsed() <= DRIVER_TIMEOUT, "{:?}", begin.elapsed());
+    drop(closed);
     run.end().await;
 }

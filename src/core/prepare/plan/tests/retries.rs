@@ -35,5 +35,5 @@ fn each_claim_has_its_own_time() {
     retries.failed(claim('1'), Duration::ZERO);
     retries.failed(claim('2'), Duration::ZERO);
     assert_eq!(retries.due(FIRST), [claim('2')]);
-    assert_eq!(retries.due(FIRST * 2), [claim('1'), claim('2')]);
+    assert_eq!(retries.due(FIRST * 2), [claim('2'), claim('1')]);
 }
