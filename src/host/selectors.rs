@@ -707,7 +707,7 @@ impl Compiled {
         let values = attributes
             .iter()
             .filter_map(|(name, value)| Some((&**name, environment.value(value)?)));
-        self.execute(
+        let result = self.execute(
             environment,
             Input {
                 driver: &environment.driver,
@@ -715,14 +715,21 @@ impl Compiled {
                 capacity: Vec::new(),
                 allow_multiple_allocations: None,
             },
-        )
+        );
+        match_of(&result)
     }
 
-    /// Evaluates the expression against a device of a ResourceSlice of `driver`. Needs the same stack.
-    pub fn evaluate_device(&self, environment: &CelEnvironment, driver: &str, device: &Device) -> Match {
+    /// Evaluates the expression against a device of a ResourceSlice of `driver`. An error says why only the scheduler can. Needs the same
+    /// stack.
+    pub fn evaluate_device(
+        &self,
+        environment: &CelEnvironment,
+        driver: &str,
+        device: &Device,
+    ) -> Result<Match, Arc<str>> {
         let attributes = device.attributes.iter().flatten();
         let capacity = device.capacity.iter().flatten();
-        self.execute(
+        let result = self.execute(
             environment,
             Input {
                 driver,
@@ -739,18 +746,29 @@ impl Compiled {
                     .collect(),
                 allow_multiple_allocations: Some(device.allow_multiple_allocations == Some(true)),
             },
-        )
+        );
+        match result {
+            // The syntax and the limits of regular expressions are ours.
+            Err(ExecutionError::FunctionError { function, message }) if function == "matches" => {
+                Err(shortened(&message).into())
+            }
+            result => Ok(match_of(&result)),
+        }
     }
 
-    fn execute(&self, environment: &CelEnvironment, input: Input<'_>) -> Match {
+    fn execute(&self, environment: &CelEnvironment, input: Input<'_>) -> Result<Value, ExecutionError> {
         let mut context = environment.context.new_inner_scope();
         context.add_variable_from_value("device", CelEnvironment::device(input, &self.keys));
-        match Value::resolve(&self.expression, &context) {
-            Ok(Value::Bool(true)) => Match::Yes,
-            Ok(Value::Bool(false)) => Match::No,
-            Ok(_) => Match::Failed("the result is neither true nor false".into()),
-            Err(error) => Match::Failed(shortened(&error_text(&error)).into()),
-        }
+        Value::resolve(&self.expression, &context)
+    }
+}
+
+fn match_of(result: &Result<Value, ExecutionError>) -> Match {
+    match result {
+        Ok(Value::Bool(true)) => Match::Yes,
+        Ok(Value::Bool(false)) => Match::No,
+        Ok(_) => Match::Failed("the result is neither true nor false".into()),
+        Err(error) => Match::Failed(shortened(&error_text(error)).into()),
     }
 }
 
@@ -1157,20 +1175,26 @@ impl<'f> ExpressionChecker<'f> {
 /// Compiled selectors of structured mode. [`with_selectors`] provides the stack that they need.
 struct DeviceSelectors {
     environment: CelEnvironment,
-    programs: BTreeMap<String, Result<Compiled, String>>,
+    programs: BTreeMap<String, Result<Compiled, Arc<str>>>,
 }
 
 impl DeviceSelectors {
-    /// Evaluates an expression against a device of a driver. An invalid expression fails on every device.
-    fn evaluate(&mut self, expression: &str, driver: &str, device: &Device) -> Match {
+    /// Evaluates an expression against a device of a driver. The API server has accepted the expression, so an error of our compiler is a
+    /// limit of ours.
+    fn evaluate(&mut self, expression: &str, driver: &str, device: &Device) -> Result<Match, Arc<str>> {
         if !self.programs.contains_key(expression) {
-            let compiled = Compiled::structured(expression);
+            // The advice is for classic mode.
+            let compiled = Compiled::structured(expression).map_err(|error| {
+                let mut advice = [": make it shorter", ": make it simpler"].into_iter();
+                let text = advice.find_map(|advice| error.strip_suffix(advice));
+                Arc::from(text.unwrap_or(&error))
+            });
             self.programs.insert(expression.to_owned(), compiled);
         }
         match self.programs.get(expression) {
             Some(Ok(compiled)) => compiled.evaluate_device(&self.environment, driver, device),
-            Some(Err(error)) => Match::Failed(error.as_str().into()),
-            None => Match::Failed("it was not compiled".into()),
+            Some(Err(error)) => Err(Arc::clone(error)),
+            None => Err("it was not compiled".into()),
         }
     }
 }

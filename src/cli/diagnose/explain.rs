@@ -61,7 +61,8 @@ pub(crate) struct ExplainInput<'a> {
     /// The pod's entry in `spec.resourceClaims`.
     pub entry: Option<&'a PodResourceClaim>,
     pub found: Resolved<&'a ResourceClaim>,
-    pub class: Option<&'a ResourceClass>,
+    /// All classes, if they can be read.
+    pub classes: Option<&'a [ResourceClass]>,
     /// Description of the request, or the error in the parameters of the class or claim; absent if the driver was not
     /// asked.
     pub wants: Option<Result<&'a str, &'a str>>,
@@ -138,24 +139,53 @@ pub(crate) fn claim_of<C>(found: Resolved<C>) -> Option<C> {
     }
 }
 
+/// The claims of a cluster, indexed once for the entries of many pods.
+#[derive(Debug, Default)]
+pub(crate) struct ClaimIndex<'a> {
+    /// By namespace and name.
+    by_name: BTreeMap<(&'a str, &'a str), &'a ResourceClaim>,
+    /// By the uid of the controlling owner.
+    by_owner: BTreeMap<&'a str, Vec<&'a ResourceClaim>>,
+}
+
+impl<'a> ClaimIndex<'a> {
+    pub(crate) fn new(claims: &'a [ResourceClaim]) -> Self {
+        let mut index = Self::default();
+        for claim in claims {
+            let namespace = claim.metadata.namespace.as_deref().unwrap_or_default();
+            let name = claim.metadata.name.as_deref().unwrap_or_default();
+            index.by_name.insert((namespace, name), claim);
+            if let Some(owner) = controller_of(&claim.metadata) {
+                index.by_owner.entry(&owner.uid).or_default().push(claim);
+            }
+        }
+        index
+    }
+}
+
 /// Finds the claim for an entry of `pod` by the controller's rules.
 pub(crate) fn find<'a>(
     pod: &Pod,
     entry: &PodResourceClaim,
-    claims: &'a [ResourceClaim],
+    claims: &ClaimIndex<'a>,
 ) -> Resolved<&'a ResourceClaim> {
     let uid = pod.metadata.uid.as_deref().unwrap_or_default();
     let own = |claim: &&ResourceClaim| controller_of(&claim.metadata).is_some_and(|owner| owner.uid == uid);
-    let by_name = |name: &str| {
-        claims.iter().find(|claim| {
-            claim.metadata.namespace == pod.metadata.namespace && claim.metadata.name.as_deref() == Some(name)
-        })
-    };
+    let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+    let by_name = |name: &str| claims.by_name.get(&(namespace, name)).copied();
     let annotated = || {
-        let made_for = claims
-            .iter()
-            .filter(|claim| own(claim) && is_made_for(claim, &entry.name));
-        made_for.min_by_key(|claim| (claim.metadata.deletion_timestamp.is_some(), &claim.metadata.name))
+        let owned = claims.by_owner.get(uid).into_iter().flatten().copied();
+        let made_for = owned.filter(|claim| {
+            claim.metadata.namespace == pod.metadata.namespace && is_made_for(claim, &entry.name)
+        });
+        let is_deleting = |claim: &ResourceClaim| claim.metadata.deletion_timestamp.is_some();
+        let mut made_for: Vec<_> = made_for.collect();
+        made_for.sort_by_key(|claim| (is_deleting(claim), &claim.metadata.name));
+        match made_for.as_slice() {
+            // Only the pod's status tells which of them it uses.
+            [_, second, ..] if !is_deleting(second) => None,
+            all => all.first().copied(),
+        }
     };
     resolve(pod, entry, by_name, own, annotated)
 }
@@ -166,7 +196,7 @@ pub(crate) fn explain(input: &ExplainInput<'_>) -> ClaimExplanation {
     let class = claim.map(|claim| claim.spec.resource_class_name.clone());
     let driver = claim
         .and_then(|claim| claim.status.driver_name.clone())
-        .or_else(|| input.class.map(|class| class.driver_name.clone()));
+        .or_else(|| Some(class_of(claim?, input.classes?)?.driver_name.clone()));
     let (step, because, advice) = current_step(input);
     let tell_nodes = matches!(
         step,
@@ -194,6 +224,12 @@ pub(crate) fn explain(input: &ExplainInput<'_>) -> ClaimExplanation {
     }
 }
 
+/// The class of a claim.
+pub(crate) fn class_of<'a>(claim: &ResourceClaim, classes: &'a [ResourceClass]) -> Option<&'a ResourceClass> {
+    let name = Some(&claim.spec.resource_class_name);
+    classes.iter().find(|class| class.metadata.name.as_ref() == name)
+}
+
 /// Returns the step, its cause and a suggested fix.
 fn current_step(input: &ExplainInput<'_>) -> (ClaimStep, String, String) {
     let claim = match input.found {
@@ -213,33 +249,11 @@ fn current_step(input: &ExplainInput<'_>) -> (ClaimStep, String, String) {
     if claim.status.allocation.is_some() {
         return allocated(claim, input.pod);
     }
-    let class_name = &claim.spec.resource_class_name;
-    let Some(class) = input.class else {
-        return (
-            ClaimStep::ClassMissing,
-            format!("there is no ResourceClass {class_name}"),
-            "create it, or recreate the claim with an existing class: kubectl get resourceclasses".into(),
-        );
-    };
-    if class.structured_parameters == Some(true) {
-        return (
-            ClaimStep::NotOurs,
-            format!("ResourceClass {class_name} has structured parameters: the scheduler itself allocates"),
-            String::new(),
-        );
-    }
-    if class.driver_name != input.driver {
-        return (
-            ClaimStep::NotOurs,
-            format!(
-                "ResourceClass {class_name} is served by driver {}",
-                class.driver_name
-            ),
-            format!(
-                "see the documentation of driver {}, or set --driver-name if it is drayman under another name",
-                class.driver_name
-            ),
-        );
+    if let Some(step) = input
+        .classes
+        .and_then(|classes| unusable_class(claim, classes, input.driver))
+    {
+        return step;
     }
     if let Some(Err(error)) = input.wants {
         return (
@@ -249,6 +263,39 @@ fn current_step(input: &ExplainInput<'_>) -> (ClaimStep, String, String) {
         );
     }
     waiting(claim, input)
+}
+
+/// The step of a claim whose class does not exist or is not served by `driver`.
+fn unusable_class(
+    claim: &ResourceClaim,
+    classes: &[ResourceClass],
+    driver: &str,
+) -> Option<(ClaimStep, String, String)> {
+    let class_name = &claim.spec.resource_class_name;
+    let Some(class) = class_of(claim, classes) else {
+        return Some((
+            ClaimStep::ClassMissing,
+            format!("there is no ResourceClass {class_name}"),
+            "create it, or recreate the claim with an existing class: kubectl get resourceclasses".into(),
+        ));
+    };
+    if class.structured_parameters == Some(true) {
+        return Some((
+            ClaimStep::NotOurs,
+            format!("ResourceClass {class_name} has structured parameters: the scheduler itself allocates"),
+            String::new(),
+        ));
+    }
+    let other = &class.driver_name;
+    (other != driver).then(|| {
+        (
+            ClaimStep::NotOurs,
+            format!("ResourceClass {class_name} is served by driver {other}"),
+            format!(
+                "see the documentation of driver {other}, or set --driver-name if it is drayman under another name"
+            ),
+        )
+    })
 }
 
 /// Returns whether the entry refers to a claim of `resource.k8s.io/v1`: since Kubernetes 1.31 the reference has no
@@ -444,7 +491,9 @@ fn waiting(claim: &ResourceClaim, input: &ExplainInput<'_>) -> (ClaimStep, Strin
         return (
             ClaimStep::WaitsForScheduler,
             "it is not allocated yet, and the suitable nodes are unknown".into(),
-            "with the right to list nodeinventories, this command evaluates the nodes; see also the pod's events: kubectl describe pod".into(),
+            "with the right to list classes, parameters and inventories, this command evaluates the nodes; see also the pod's events: \
+             kubectl describe pod"
+                .into(),
         );
     }
     if able == 0 {

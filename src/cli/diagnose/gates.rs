@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use jiff::{SignedDuration, Timestamp};
 
 use super::doctor::{DoctorFinding, some};
-use super::explain::find;
+use super::explain::{ClaimIndex, find};
 use super::{inventories_of, qualified_name};
 use crate::api::crd::{Mode, NodeInventory};
 use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim};
@@ -119,12 +119,13 @@ pub fn by_symptoms(
     contexts: &[PodSchedulingContext],
     now: Timestamp,
 ) -> Vec<DoctorFinding> {
+    let claims = ClaimIndex::new(claims);
     let (mut unreserved, mut unmade) = (Vec::new(), Vec::new());
     let (mut reserved, mut made) = (false, false);
     for pod in pods.iter().filter(|pod| lives(pod)) {
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
         for entry in &pod.spec.resource_claims {
-            match find(pod, entry, claims) {
+            match find(pod, entry, &claims) {
                 Resolved::Claim(claim) => {
                     made |= entry.source.resource_claim_template_name.is_some();
                     let is_reserved = claim.status.reserved_for.iter().any(|user| user.uid == uid);

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
-use super::doctor::{DoctorFinding, first, some};
+use super::doctor::{DoctorFinding, Level, first, some};
 use super::inventories_of;
 use crate::api::crd::{Mode, NodeInventory};
 use crate::core::allocation::inventory::unready;
@@ -33,7 +33,9 @@ pub fn inventories(
         nodes.map(|nodes| nodes.iter().map(|node| (name_of(node), node)).collect());
     let mut ready = 0;
     let mut with_devices = 0;
+    let mut owning = 0;
     let mut devices = 0;
+    let mut empty = Vec::new();
     for inventory in inventories_of(driver, inventories) {
         let spec = &inventory.spec;
         let name = spec.node_name.as_str();
@@ -58,6 +60,7 @@ pub fn inventories(
             }
             Some(Some(_)) | None => {}
         }
+        owning += usize::from(!spec.devices.is_empty());
         if let Some(cause) = unready(inventory) {
             findings.push(DoctorFinding::problem(
                 check,
@@ -81,13 +84,11 @@ pub fn inventories(
             ));
         }
         if spec.devices.is_empty() {
-            findings.push(DoctorFinding::warning(
-                check,
-                format!("node {name} has no device of any kind"),
-                "`drayman node discover` there shows why each candidate is excluded",
-            ));
+            empty.push(name);
         }
     }
+    let fix = "`drayman node discover` there shows why each candidate is excluded";
+    findings.extend(without_devices("have no device of any kind", &empty, owning, fix));
     findings.push(if ready == 0 {
         without_nodes(driver)
     } else {
@@ -111,6 +112,21 @@ pub(super) fn without_nodes(driver: &str) -> DoctorFinding {
         format!("no node offers devices of driver {driver}"),
         "check that the companion's DaemonSet has pods, and read their logs",
     )
+}
+
+/// Reports nodes that have a companion and no devices, beside the number of those `with` devices. `lack` is the predicate of the message.
+/// Possibly only some nodes have the hardware, so this is a warning only if none has devices.
+pub(super) fn without_devices(lack: &str, nodes: &[&str], with: usize, fix: &str) -> Option<DoctorFinding> {
+    if nodes.is_empty() {
+        return None;
+    }
+    let (number, all) = (nodes.len(), nodes.len() + with);
+    let names = first(nodes, NODES_MAX);
+    let message = format!("{number} of {all} nodes with a companion {lack}: {names}");
+    Some(DoctorFinding {
+        level: if with > 0 { Level::Note } else { Level::Warning },
+        ..DoctorFinding::warning("nodes", message, fix)
+    })
 }
 
 /// Reports pods of this driver with a waiting container. `waiting` has the name of each, with the message of kubelet.
@@ -182,18 +198,23 @@ pub fn without_runtime(what: &str) -> DoctorFinding {
 pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[Node]) -> Vec<DoctorFinding> {
     let prefix = format!("{driver}/");
     let mut findings = Vec::new();
+    // The inventory does not record resource names, which the configuration sets freely.
+    let announces = |object: &&NodeInventory| {
+        let mut devices = object.spec.devices.iter();
+        devices.any(|device| device.mode != Mode::Claims)
+    };
+    let announcing: BTreeSet<&str> = inventories_of(driver, inventories)
+        .filter(announces)
+        .map(|object| object.spec.node_name.as_str())
+        .collect();
     for node in nodes {
         let name = name_of(node);
-        let inventory = inventories_of(driver, inventories).find(|object| object.spec.node_name == name);
-        // The inventory does not record resource names, which the configuration sets freely.
-        let mut devices = inventory.iter().flat_map(|object| &object.spec.devices);
-        let announces = devices.any(|device| device.mode != Mode::Claims);
         let allocatable = node
             .status
             .iter()
             .flat_map(|status| status.allocatable.iter().flatten());
         for (resource, Quantity(number)) in allocatable {
-            if resource.starts_with(&prefix) && number != "0" && !announces {
+            if resource.starts_with(&prefix) && number != "0" && !announcing.contains(name) {
                 findings.push(DoctorFinding::warning(
                     "extended resources",
                     format!("node {name} advertises {number} of {resource}, but its companion has no device for it"),
@@ -210,7 +231,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::cli::diagnose::doctor::{Level, worst};
+    use crate::cli::diagnose::doctor::worst;
     use crate::core::allocation::tests::fixture::{DRIVER, inventory};
 
     fn node(name: &str, uid: &str) -> Node {
@@ -242,6 +263,26 @@ mod tests {
         };
         assert_eq!(offers(Some(&nodes)), "1 of 2 nodes offer 1 devices");
         assert_eq!(offers(None), "1 nodes offer 1 devices");
+    }
+
+    #[test]
+    fn nodes_without_a_device_are_one_finding() {
+        let empty = |number: usize| inventory(&format!("node-{number}"), "1", &[]);
+        let of = |objects: &[NodeInventory]| {
+            let mut findings = inventories(DRIVER, objects, None);
+            findings.retain(|finding| finding.message.contains("device of any kind"));
+            let found = findings.into_iter();
+            found
+                .map(|finding| (finding.level, finding.message))
+                .collect::<Vec<_>>()
+        };
+        let mut objects: Vec<NodeInventory> = (0..7).map(empty).collect();
+        let names = "node-0, node-1, node-2, node-3, node-4 and 2 more";
+        let message = format!("7 of 7 nodes with a companion have no device of any kind: {names}");
+        assert_eq!(of(&objects), [(Level::Warning, message)]);
+        objects.push(inventory("node-7", "1", &["a"]));
+        let message = format!("7 of 8 nodes with a companion have no device of any kind: {names}");
+        assert_eq!(of(&objects), [(Level::Note, message)]);
     }
 
     #[test]

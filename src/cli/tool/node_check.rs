@@ -24,6 +24,12 @@ use crate::node::container_runtime::SOCKETS;
 
 /// Mounts visible to this process.
 const MOUNTS: &str = "/proc/self/mountinfo";
+/// Name of the checks of kubelet's directories.
+const KUBELET: &str = "kubelet";
+/// When the chart mounts kubelet's root directory, or a directory below it, so that mounts propagate.
+const ROOT_IS_MOUNTED: &str = "if there are kinds of mode both, or with node.readKubeletState in the chart";
+/// When the chart mounts the directory of the container runtime's socket.
+const SOCKET_IS_MOUNTED: &str = "with node.containerRuntimeSocket in the chart";
 /// Name of the check whether the container runtime reads CDI files.
 const CDI: &str = "cdi";
 /// Deadline of the queries to the container runtime. tonic bounds each answer to 4 MiB.
@@ -41,17 +47,22 @@ pub(super) struct Machine<'a> {
     pub(super) kubelet_config: &'a Path,
 }
 
-/// Checks kubelet's directories and feature gate, the lengths of our socket paths, and whether the container runtime listens and
-/// reads CDI files.
+/// Checks kubelet's directories and feature gate, the lengths of our socket paths, mounts, and whether the container runtime listens
+/// and reads CDI files.
 pub(super) async fn check(machine: &Machine<'_>) -> Vec<DoctorFinding> {
     let kubelet_root = &machine.roots.kubelet_root_dir;
     let mut findings = directories(kubelet_root, &machine.sockets.device_plugin_dir);
     // Reads mounts and directories in this process's mount namespace.
-    findings.extend(propagation(kubelet_root, fs::read(MOUNTS)));
+    let mountinfo = || fs::read(MOUNTS);
+    findings.extend(propagation(KUBELET, kubelet_root, ROOT_IS_MOUNTED, mountinfo()));
+    let given = machine.sockets.container_runtime_socket.as_deref();
+    // The chart mounts the directory only for a socket that its values name.
+    if let Some(directory) = given.and_then(Path::parent) {
+        findings.extend(propagation(RUNTIME, directory, SOCKET_IS_MOUNTED, mountinfo()));
+    }
     findings.push(gate(machine.kubelet_config));
     findings.push(socket_lengths(machine.driver, kubelet_root));
     let usual = SOCKETS.map(Path::new);
-    let given = machine.sockets.container_runtime_socket.as_deref();
     let given = given.as_ref().map(std::slice::from_ref);
     findings.extend(runtime(given.unwrap_or(&usual), &machine.roots.cdi_root).await);
     findings
@@ -203,7 +214,7 @@ fn spec_dirs(runtime: &str, directories: &[String], cdi_root: &Path) -> DoctorFi
 }
 
 fn directories(kubelet_root: &Path, device_plugins: &Path) -> Vec<DoctorFinding> {
-    let check = "kubelet";
+    let check = KUBELET;
     let mut findings = Vec::new();
     for name in ["plugins_registry", "plugins"] {
         let directory = kubelet_root.join(name);
@@ -231,14 +242,18 @@ fn directories(kubelet_root: &Path, device_plugins: &Path) -> Vec<DoctorFinding>
     findings
 }
 
-/// Checks whether mounts and unmounts below kubelet's root directory propagate to the companion. A missing directory
-/// has its own finding.
-fn propagation(kubelet_root: &Path, mountinfo: io::Result<Vec<u8>>) -> Option<DoctorFinding> {
-    let check = "kubelet";
-    let real = fs::canonicalize(kubelet_root).ok()?;
-    let root = kubelet_root.display();
+/// Checks whether mounts and unmounts below a directory propagate to the companion, which needs that under a condition. A missing
+/// directory has its own finding.
+fn propagation(
+    check: &'static str,
+    directory: &Path,
+    condition: &str,
+    mountinfo: io::Result<Vec<u8>>,
+) -> Option<DoctorFinding> {
+    let real = fs::canonicalize(directory).ok()?;
+    let directory = directory.display();
     let unknown = |cause: String| {
-        let message = format!("whether {root} lies on a shared mount is not known: {MOUNTS}: {cause}");
+        let message = format!("whether {directory} lies on a shared mount is not known: {MOUNTS}: {cause}");
         Some(DoctorFinding::note(check, message))
     };
     let mountinfo = match mountinfo {
@@ -253,15 +268,12 @@ fn propagation(kubelet_root: &Path, mountinfo: io::Result<Vec<u8>>) -> Option<Do
     };
     let point = String::from_utf8_lossy(&point).into_owned();
     Some(if is_shared {
-        DoctorFinding::fine(check, format!("{root} lies on a shared mount, {point}"))
+        DoctorFinding::fine(check, format!("{directory} lies on a shared mount, {point}"))
     } else {
         DoctorFinding::warning(
             check,
-            format!("{root} lies on {point}, which is not a shared mount"),
-            format!(
-                "if there are kinds of mode both, or with node.readKubeletState in the chart: mount --make-rshared {point}, \
-                 and make this permanent"
-            ),
+            format!("{directory} lies on {point}, which is not a shared mount"),
+            format!("{condition}: mount --make-rshared {point}, and make this permanent"),
         )
     })
 }
@@ -383,7 +395,8 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let level = |fields: &str, root: &Path| {
             let mountinfo = format!("22 1 8:1 / / rw {fields}- ext4 /dev/sda1 rw\n");
-            propagation(root, Ok(mountinfo.into_bytes())).map(|finding| finding.level)
+            propagation(KUBELET, root, ROOT_IS_MOUNTED, Ok(mountinfo.into_bytes()))
+                .map(|finding| finding.level)
         };
         assert_eq!(level("shared:1 ", directory.path()), Some(Level::Fine));
         assert_eq!(level("", directory.path()), Some(Level::Warning));
@@ -392,9 +405,42 @@ mod tests {
         // An unknown result is a note.
         let unknown = [Ok(Vec::new()), Err(io::Error::other("no /proc"))];
         for mountinfo in unknown {
-            let level = propagation(directory.path(), mountinfo).map(|finding| finding.level);
-            assert_eq!(level, Some(Level::Note));
+            let finding = propagation(KUBELET, directory.path(), ROOT_IS_MOUNTED, mountinfo);
+            assert_eq!(finding.map(|finding| finding.level), Some(Level::Note));
         }
+    }
+
+    #[tokio::test]
+    async fn the_directory_of_a_named_runtime_socket_is_checked() {
+        let (kubelet, runtime) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let roots = RootFlags {
+            kubelet_root_dir: kubelet.path().into(),
+            cdi_root: "/var/run/cdi".into(),
+        };
+        let config = kubelet.path().join("config.yaml");
+        let socket = runtime.path().join("cri.sock");
+        for (given, expected) in [(Some(socket), 1), (None, 0)] {
+            let sockets = SocketFlags {
+                container_runtime_socket: given,
+                device_plugin_dir: kubelet.path().join("device-plugins"),
+            };
+            let machine = Machine {
+                driver: "drayman.dev",
+                roots: &roots,
+                sockets: &sockets,
+                kubelet_config: &config,
+            };
+            // The result depends on the mounts of this machine.
+            let about = format!("{} lies on", runtime.path().display());
+            let mut findings = check(&machine).await;
+            findings.retain(|finding| finding.check == RUNTIME && finding.message.contains(&about));
+            assert_eq!(findings.len(), expected);
+        }
+        // The fix names the value of the chart that needs the mount.
+        let mountinfo = b"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n".to_vec();
+        let finding = propagation(RUNTIME, runtime.path(), SOCKET_IS_MOUNTED, Ok(mountinfo));
+        let fix = finding.unwrap().fix.unwrap();
+        assert!(fix.starts_with("with node.containerRuntimeSocket"), "{fix}");
     }
 
     #[tokio::test]

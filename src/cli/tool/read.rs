@@ -221,15 +221,14 @@ pub(super) async fn classes(client: &Client) -> Result<Vec<ResourceClass>, Error
     }
 }
 
-/// Checks whether a cluster-scoped kind can be listed; the error names the missing permission.
-pub(super) async fn can_list<K>(client: &Client) -> Result<(), Error>
+/// Checks whether a kind can be listed; the error names the missing permission.
+pub(super) async fn can_list<K>(api: &kube::Api<K>) -> Result<(), Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
 {
     let kind = K::plural(&());
     let one = ListParams::default().limit(1);
-    kube::Api::<K>::all(client.clone())
-        .list_metadata(&one)
+    api.list_metadata(&one)
         .await
         .map_err(explained)
         .with_context(|| format!("cannot list {kind}"))?;

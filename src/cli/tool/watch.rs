@@ -29,8 +29,10 @@ pub(super) async fn devices(
     match read::api(client).await? {
         read::ServedApi::Structured => {
             let slices = Api::<v1::ResourceSlice>::all(client.clone());
-            let rules = match read::can_list::<DeviceTaintRule>(client).await {
-                Ok(()) => Some(Api::<DeviceTaintRule>::all(client.clone())),
+            let rules = Api::<DeviceTaintRule>::all(client.clone());
+            let listed = read::can_list(&rules).await;
+            let rules = match listed {
+                Ok(()) => Some(rules),
                 // The first table has come with a note.
                 Err(error) if read::is_not_served(&error) || read::is_forbidden(&error) => None,
                 Err(error) => return Err(error),

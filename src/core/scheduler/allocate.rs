@@ -19,6 +19,9 @@ pub enum AllocationFailure {
     /// An object is invalid. The scheduler gives up on all nodes.
     #[error("{0}")]
     Invalid(String),
+    /// Only the scheduler can evaluate a selector, so the result is unknown here.
+    #[error("{0}")]
+    NotEvaluated(String),
     /// A claim needs all devices of a pool that is being updated. The scheduler gives up on all nodes, and tries again later.
     #[error("{0}")]
     PoolUpdating(String),
@@ -34,6 +37,7 @@ impl From<SearchError> for AllocationFailure {
     fn from(error: SearchError) -> Self {
         match error {
             SearchError::Invalid(error) => Self::Invalid(error),
+            SearchError::NotEvaluated(error) => Self::NotEvaluated(error),
             SearchError::PoolUpdating(error) => Self::PoolUpdating(error),
             SearchError::TooManyResults => Self::DoesNotFit,
             SearchError::TooManySteps => Self::TooManyCombinations,

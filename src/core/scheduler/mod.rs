@@ -7,7 +7,7 @@
 //! classes, claims --> requests ------------+           \-> report: why a node does not fit
 //! ```
 //!
-//! * [`pools()`]: the pools of a node, and their devices in the scheduler's order.
+//! * [`pools()`]: the pools of a node, and their devices in the scheduler's order; [`PoolIndex`] does it for many nodes.
 //! * [`allocated_devices`]: the devices of allocated claims.
 //! * [`allocate()`] takes the first devices that fit, as upstream's allocator (`k8s.io/dynamic-resource-allocation/structured`) does.
 //! * [`report()`] says for each request which devices match, and why they are not available.
@@ -24,20 +24,22 @@ mod report;
 mod requests;
 mod search;
 
+use std::sync::Arc;
+
 use k8s_openapi::api::resource::v1::{Device, DeviceClass, ResourceClaim, ResourceSlice};
 
 use crate::core::allocation::inventory::Match;
 
 pub use allocate::{AllocationFailure, allocate};
 pub use allocated_devices::{AllocatedDevices, AllocatedResult, Usage};
-pub use pools::{DeviceId, Pool, PoolState, all_pools, node_matches, pools};
+pub use pools::{DeviceId, Pool, PoolIndex, PoolState, all_pools, node_matches, pools};
 pub use quantity::Quantity;
 pub use report::{Availability, NodeReport, RequestReport, report};
 pub use requests::untolerated;
 pub use search::RESULTS_MAX;
 
-/// Evaluates a CEL expression for a device of a driver.
-pub type Evaluate<'e> = dyn FnMut(&str, &str, &Device) -> Match + 'e;
+/// Evaluates a CEL expression for a device of a driver. An error says why only the scheduler can.
+pub type Evaluate<'e> = dyn FnMut(&str, &str, &Device) -> Result<Match, Arc<str>> + 'e;
 
 /// The objects that allocation depends on.
 #[derive(Clone, Copy, Debug)]

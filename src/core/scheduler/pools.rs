@@ -91,30 +91,72 @@ impl fmt::Display for DeviceId {
 ///
 /// Slices of an older generation do not count. A pool whose newest generation has no device for the node is left out.
 pub fn pools<'a>(slices: &'a [ResourceSlice], node: &Node) -> Result<Vec<Pool<'a>>, String> {
-    gather(slices, |slice| {
-        let name = slice.metadata.name.as_deref().unwrap_or_default();
-        slice_is_for(slice, node).map_err(|error| format!("ResourceSlice {name}: {error}"))
-    })
+    PoolIndex::new(slices).pools(node)
 }
 
 /// Returns the pools of all nodes. The scheduler uses a pool of one node as described here.
 pub fn all_pools(slices: &[ResourceSlice]) -> Vec<Pool<'_>> {
-    gather(slices, |_| Ok(true)).unwrap_or_default()
+    let index = PoolIndex::new(slices);
+    let all = index.slices.iter().map(|(id, slices)| (*id, slices.as_slice()));
+    gather(all, |_| Ok(true)).unwrap_or_default()
 }
 
-fn gather(
-    slices: &[ResourceSlice],
-    is_usable: impl Fn(&ResourceSlice) -> Result<bool, String>,
-) -> Result<Vec<Pool<'_>>, String> {
-    let mut by_pool: BTreeMap<(&str, &str), Vec<&ResourceSlice>> = BTreeMap::new();
-    for slice in slices {
-        let id = (slice.spec.driver.as_str(), slice.spec.pool.name.as_str());
-        by_pool.entry(id).or_default().push(slice);
+/// Driver and name of a pool.
+type PoolId<'a> = (&'a str, &'a str);
+
+/// The slices of all pools, grouped once for the evaluation of many nodes.
+#[derive(Clone, Debug, Default)]
+pub struct PoolIndex<'a> {
+    slices: BTreeMap<PoolId<'a>, Vec<&'a ResourceSlice>>,
+    /// The pools with slices for one node, by its name.
+    of_one_node: BTreeMap<&'a str, BTreeSet<PoolId<'a>>>,
+    /// The pools with other slices.
+    of_several_nodes: BTreeSet<PoolId<'a>>,
+}
+
+impl<'a> PoolIndex<'a> {
+    /// Groups the slices of a cluster.
+    pub fn new(slices: &'a [ResourceSlice]) -> Self {
+        let mut index = Self::default();
+        for slice in slices {
+            let spec = &slice.spec;
+            let id = (spec.driver.as_str(), spec.pool.name.as_str());
+            index.slices.entry(id).or_default().push(slice);
+            let node = spec.node_name.as_deref().filter(|name| !name.is_empty());
+            match node.filter(|_| spec.per_device_node_selection != Some(true)) {
+                Some(node) => index.of_one_node.entry(node).or_default().insert(id),
+                None => index.of_several_nodes.insert(id),
+            };
+        }
+        index
     }
+
+    /// Returns the pools of a node as [`pools`] does.
+    pub fn pools(&self, node: &Node) -> Result<Vec<Pool<'a>>, String> {
+        gather(self.candidates(node), |slice| {
+            let name = slice.metadata.name.as_deref().unwrap_or_default();
+            slice_is_for(slice, node).map_err(|error| format!("ResourceSlice {name}: {error}"))
+        })
+    }
+
+    /// All pools except those with slices for other nodes only, in their order.
+    pub(super) fn candidates(&self, node: &Node) -> impl Iterator<Item = (PoolId<'a>, &[&'a ResourceSlice])> {
+        let name = node.metadata.name.as_deref().unwrap_or_default();
+        let of_node = self.of_one_node.get(name).into_iter().flatten();
+        let ids: BTreeSet<PoolId<'a>> = of_node.chain(&self.of_several_nodes).copied().collect();
+        ids.into_iter()
+            .filter_map(move |id| Some((id, self.slices.get(&id)?.as_slice())))
+    }
+}
+
+fn gather<'p, 'a: 'p>(
+    candidates: impl Iterator<Item = (PoolId<'a>, &'p [&'a ResourceSlice])>,
+    is_usable: impl Fn(&ResourceSlice) -> Result<bool, String>,
+) -> Result<Vec<Pool<'a>>, String> {
     let mut pools = Vec::new();
-    for ((driver, name), all) in by_pool {
+    for ((driver, name), all) in candidates {
         let mut usable = Vec::new();
-        for &slice in &all {
+        for &slice in all {
             if is_usable(slice)? {
                 usable.push(slice);
             }
@@ -124,7 +166,7 @@ fn gather(
         };
         usable.retain(|slice| slice.spec.pool.generation == generation);
         usable.sort_by_key(|slice| slice.metadata.name.as_deref());
-        if let Some(state) = state(&usable, &all, generation) {
+        if let Some(state) = state(&usable, all, generation) {
             pools.push(Pool {
                 driver,
                 name,

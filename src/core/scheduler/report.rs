@@ -5,7 +5,7 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 
 use super::allocate::AllocationFailure;
 use super::capacity::consumed;
-use super::pools::{DeviceId, PoolState, pools};
+use super::pools::{DeviceId, PoolIndex, PoolState};
 use super::quantity::Quantity;
 use super::search::{AllocationSearch, SearchError, attribute_name, fits, lookup};
 use super::{ClusterState, Evaluate, claim_name};
@@ -42,7 +42,7 @@ pub struct RequestReport {
     pub of_class: usize,
     /// The devices that match class and request.
     pub matching: Vec<(DeviceId, Availability)>,
-    /// Error of a selector, which makes the scheduler give up if it meets the device.
+    /// An error that ends the search if it meets the device.
     pub error: Option<String>,
 }
 
@@ -58,8 +58,29 @@ impl RequestReport {
 
     /// Whether enough devices are available, constraints and other requests aside.
     pub fn is_satisfiable(&self) -> bool {
-        let requested = self.count.unwrap_or_else(|| self.matching.len().max(1));
-        requested <= self.free()
+        // A request for all devices does without those that are too small.
+        let large_enough = || {
+            let large_enough = self
+                .matching
+                .iter()
+                .filter(|(_, state)| *state != Availability::NoCapacity);
+            large_enough.count().max(1)
+        };
+        self.count.unwrap_or_else(large_enough) <= self.free()
+    }
+
+    /// Whether neither the request nor, if it is a subrequest, an alternative is satisfiable. `all` are the requests of the node.
+    pub fn is_short(&self, all: &[Self]) -> bool {
+        let mut alternatives = all
+            .iter()
+            .filter(|other| other.claim == self.claim && other.main_request() == self.main_request());
+        !alternatives.any(Self::is_satisfiable)
+    }
+
+    /// Name of the request without that of the subrequest.
+    fn main_request(&self) -> &str {
+        let parts = self.request.split_once('/');
+        parts.map_or(self.request.as_str(), |(request, _)| request)
     }
 }
 
@@ -70,7 +91,7 @@ pub struct NodeReport {
     pub outcome: Result<(), AllocationFailure>,
     /// The requests of all claims, in their order.
     pub requests: Vec<RequestReport>,
-    /// Whether only the claims' constraints prevent the allocation.
+    /// Whether each request has enough devices, and only the claims' constraints prevent the allocation.
     pub only_constraints: bool,
     /// Number of pools of the node, of all drivers. A pool may have no devices.
     pub pools: usize,
@@ -85,15 +106,25 @@ impl NodeReport {
     }
 }
 
-/// Describes a node for the unallocated claims of one pod.
+/// Describes a node for the unallocated claims of one pod. `pools` are those of `cluster.slices`.
 pub fn report(
     cluster: ClusterState<'_>,
+    pools: &PoolIndex<'_>,
     node: &Node,
     claims: &[&ResourceClaim],
     evaluate: &mut Evaluate<'_>,
 ) -> Result<NodeReport, AllocationFailure> {
-    let pools = pools(cluster.slices, node).map_err(AllocationFailure::Invalid)?;
+    let pools = pools.pools(node).map_err(AllocationFailure::Invalid)?;
+    let mut search = AllocationSearch::of_requests(cluster, node, &pools, claims, evaluate)?;
+    let requests = requests(&mut search);
+    let has_constraints = search.constraints.iter().any(|all| !all.is_empty());
+    // Without these, a search ends with an error only at its limit.
+    let may_fail = requests
+        .iter()
+        .any(|request| request.error.is_some() || (has_constraints && request.count.is_none()));
+    let is_short = !may_fail && requests.iter().any(|request| request.is_short(&requests));
     let outcome = match AllocationSearch::new(cluster, node, &pools, claims, evaluate) {
+        Ok(_) if is_short => Err(AllocationFailure::DoesNotFit),
         Ok(mut search) => match search.run() {
             Ok(true) => Ok(()),
             Ok(false) => Err(AllocationFailure::DoesNotFit),
@@ -101,9 +132,8 @@ pub fn report(
         },
         Err(error) => Err(error.into()),
     };
-    let mut search = AllocationSearch::of_requests(cluster, node, &pools, claims, evaluate)?;
-    let requests = requests(&mut search);
-    let only_constraints = outcome == Err(AllocationFailure::DoesNotFit) && {
+    let is_worth_a_try = has_constraints && !is_short && outcome == Err(AllocationFailure::DoesNotFit);
+    let only_constraints = is_worth_a_try && {
         let mut search = AllocationSearch::new(cluster, node, &pools, claims, evaluate)?;
         search.ignore_constraints();
         search.run() == Ok(true)
@@ -131,15 +161,22 @@ fn requests(search: &mut AllocationSearch<'_, '_, '_>) -> Vec<RequestReport> {
         for device in 0..search.devices.len() {
             match search.is_of_class(request, alternative, device) {
                 Ok(true) => of_class += 1,
-                Err(SearchError::Invalid(wrong)) => {
+                Err(SearchError::Invalid(wrong) | SearchError::NotEvaluated(wrong)) => {
                     error.get_or_insert(wrong);
                     continue;
                 }
                 Ok(false) | Err(_) => continue,
             }
             match search.selects(request, alternative, device, false) {
-                Ok(true) => matching.extend(availability(search, request, alternative, device)),
-                Err(SearchError::Invalid(wrong)) => {
+                Ok(true) => {
+                    matching.extend(availability(search, request, alternative, device));
+                    if let Err(SearchError::Invalid(wrong)) =
+                        search.consumption(request, alternative, device, false)
+                    {
+                        error.get_or_insert(wrong);
+                    }
+                }
+                Err(SearchError::Invalid(wrong) | SearchError::NotEvaluated(wrong)) => {
                     error.get_or_insert(wrong);
                 }
                 _ => {}
@@ -199,7 +236,10 @@ fn availability(
             fits(candidate.device, &consumed, |_| Quantity::default())
         }
     };
-    let state = if search.is_in_use(request, alternative, device) {
+    // First, because a request for all devices does without these.
+    let state = if !fits_beside(false) {
+        Availability::NoCapacity
+    } else if search.is_in_use(request, alternative, device) {
         Availability::Held(holders())
     } else if candidate.consumes_counters() {
         Availability::Counters
@@ -215,10 +255,8 @@ fn availability(
         Availability::NoAttribute(name.to_owned())
     } else if fits_beside(true) {
         Availability::Free
-    } else if fits_beside(false) {
-        Availability::Held(holders())
     } else {
-        Availability::NoCapacity
+        Availability::Held(holders())
     };
     Some((candidate.id.clone(), state))
 }

@@ -28,6 +28,8 @@ pub(super) const STEPS_MAX: usize = 100_000;
 pub(super) enum SearchError {
     /// An object is invalid.
     Invalid(String),
+    /// Only the scheduler can evaluate a selector.
+    NotEvaluated(String),
     /// A request wants all devices of a pool that is being updated.
     PoolUpdating(String),
     /// The claim would have more than [`RESULTS_MAX`] devices. Another subrequest may need fewer.
@@ -428,26 +430,32 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
         } else {
             subrequest.selectors
         };
-        let wrong = |index: usize, error: &str| {
-            let owner = if by_class {
+        let owner = || {
+            if by_class {
                 format!(
                     "DeviceClass {}",
                     subrequest.class.metadata.name.as_deref().unwrap_or_default()
                 )
             } else {
                 of.label.clone()
-            };
-            SearchError::Invalid(format!("{owner}: selector #{index}{error}"))
+            }
         };
         for (index, selector) in selectors.iter().enumerate() {
+            let wrong = |error: &str| SearchError::Invalid(format!("{}: selector #{index}{error}", owner()));
             let Some(cel) = &selector.cel else {
-                return Err(wrong(index, " has no CEL expression"));
+                return Err(wrong(" has no CEL expression"));
             };
             match (self.evaluate)(&cel.expression, &device.id.driver, device.device) {
-                Match::Yes => {}
-                Match::No => return Ok(false),
-                Match::Failed(error) => {
-                    return Err(wrong(index, &format!(" fails on device {}: {error}", device.id)));
+                Ok(Match::Yes) => {}
+                Ok(Match::No) => return Ok(false),
+                Ok(Match::Failed(error)) => {
+                    return Err(wrong(&format!(" fails on device {}: {error}", device.id)));
+                }
+                Err(error) => {
+                    return Err(SearchError::NotEvaluated(format!(
+                        "drayman cannot evaluate selector #{index} of {}: {error}",
+                        owner()
+                    )));
                 }
             }
         }
@@ -456,7 +464,7 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
 
     /// Returns the capacity that the request would consume of the device; `None` if the request cannot have the device. `must` says that
     /// the request needs this very device.
-    fn consumption(
+    pub(super) fn consumption(
         &self,
         request: usize,
         alternative: usize,

@@ -86,18 +86,21 @@ fn result(device: &str, more: Value) -> Value {
     with(result, more)
 }
 
-/// Understands `true`, `kind=...` and `kind`, which fails on a device without a kind.
-fn evaluate(expression: &str, _: &str, device: &Device) -> Match {
+/// Understands `true`, `kind=...` and `kind`, which fails on a device without a kind. `beyond` is beyond its limits.
+fn evaluate(expression: &str, _: &str, device: &Device) -> Result<Match, Arc<str>> {
+    if expression == "beyond" {
+        return Err("it is too long".into());
+    }
     let attributes = device.attributes.clone().unwrap_or_default();
     let kind = attributes
         .get("drayman.dev/kind")
         .and_then(|kind| kind.string.clone());
-    match expression.strip_prefix("kind=") {
+    Ok(match expression.strip_prefix("kind=") {
         Some(expected) if kind.as_deref() == Some(expected) => Match::Yes,
         Some(_) => Match::No,
         None if expression == "true" || (expression == "kind" && kind.is_some()) => Match::Yes,
         None => Match::Failed("no such key".into()),
-    }
+    })
 }
 
 struct Fixture {
@@ -159,8 +162,15 @@ impl Fixture {
     }
 
     fn report(&self, claim: &ResourceClaim) -> NodeReport {
-        self.with(|cluster| report(cluster, &node(), &[claim], &mut evaluate))
-            .unwrap()
+        self.report_by(claim, &mut evaluate)
+    }
+
+    fn report_by(&self, claim: &ResourceClaim, evaluate: &mut Evaluate<'_>) -> NodeReport {
+        self.with(|cluster| {
+            let pools = PoolIndex::new(cluster.slices);
+            report(cluster, &pools, &node(), &[claim], evaluate)
+        })
+        .unwrap()
     }
 }
 
@@ -294,6 +304,42 @@ fn slices_are_for_nodes_by_name_selector_or_device() {
 }
 
 #[test]
+fn pools_with_slices_of_other_nodes_only_are_left_out() {
+    let of = |pool: &str, more: Value| -> ResourceSlice {
+        let mut slice = slice(pool, json!([device("x")]));
+        slice["spec"]["pool"]["name"] = json!(pool);
+        slice["spec"].as_object_mut().unwrap().remove("nodeName");
+        slice["spec"] = with(slice["spec"].take(), more);
+        read(slice)
+    };
+    let selector = |operator: &str| {
+        let requirement = json!({ "key": "zone", "operator": operator });
+        json!({ "nodeSelector": { "nodeSelectorTerms": [{ "matchExpressions": [requirement] }] } })
+    };
+    let mut slices = vec![
+        of("d", selector("Exists")),
+        of(
+            "c",
+            json!({ "nodeName": "node-b", "perDeviceNodeSelection": true }),
+        ),
+        of("b", json!({ "nodeName": "node-a" })),
+        of("b", json!({ "nodeName": "node-b" })),
+        of("a", json!({ "nodeName": "node-b" })),
+    ];
+    let index = PoolIndex::new(&slices);
+    let node = node();
+    let names: Vec<&str> = index.candidates(&node).map(|((_, name), _)| name).collect();
+    assert_eq!(names, ["b", "c", "d"]);
+    let pools = index.pools(&node).unwrap();
+    let names: Vec<&str> = pools.iter().map(|pool| pool.name).collect();
+    assert_eq!(names, ["b", "d"]);
+    // An invalid slice counts for every node.
+    slices.push(of("e", selector("Like")));
+    let error = PoolIndex::new(&slices).pools(&node).unwrap_err();
+    assert!(error.contains("operator \"Like\""), "{error}");
+}
+
+#[test]
 fn an_allocation_is_for_the_nodes_of_its_devices() {
     let selector = |slice: Value| {
         let allocation = Fixture::new(vec![slice])
@@ -344,6 +390,18 @@ fn a_selector_fails_only_on_devices_that_are_tried() {
     // A device in use is not evaluated.
     let cluster = cluster.held(held("more", json!([result("disk", json!({}))])));
     assert_eq!(cluster.devices(&with_kind), Err(AllocationFailure::DoesNotFit));
+}
+
+#[test]
+fn a_selector_that_only_the_scheduler_evaluates_is_no_error() {
+    let cluster = Fixture::of_devices(json!([device("x")]));
+    let selectors = json!({ "selectors": [{ "cel": { "expression": "beyond" } }] });
+    let report = cluster.report(&one(selectors));
+    let reason =
+        "drayman cannot evaluate selector #0 of ResourceClaim shop/one, request device: it is too long";
+    let outcome = AllocationFailure::NotEvaluated(reason.to_owned());
+    assert_eq!(report.outcome, Err(outcome));
+    assert_eq!(report.requests[0].error.as_deref(), Some(reason));
 }
 
 #[test]
@@ -401,6 +459,28 @@ fn all_takes_every_matching_device_or_none() {
     assert_eq!(cluster.devices(&all), Err(AllocationFailure::DoesNotFit));
     let none = Fixture::of_devices(json!([{ "name": "disk" }]));
     assert_eq!(none.devices(&all), Err(AllocationFailure::DoesNotFit));
+}
+
+#[test]
+fn all_devices_include_none_that_is_too_small() {
+    let with_memory = |name: &str, memory: &str| {
+        let capacity = json!({ "memory": { "value": memory } });
+        json!({ "name": name, "capacity": capacity })
+    };
+    let mut small = with_memory("small", "1Gi");
+    small["taints"] = json!([{ "key": "drayman.dev/unhealthy", "effect": "NoSchedule" }]);
+    let cluster = Fixture::of_devices(json!([with_memory("large", "8Gi"), small]));
+    let of_2_gib = |mode: &str| {
+        let capacity = json!({ "requests": { "memory": "2Gi" } });
+        one(json!({ "allocationMode": mode, "capacity": capacity }))
+    };
+    for mode in ["All", "ExactCount"] {
+        assert_eq!(cluster.devices(&of_2_gib(mode)).unwrap(), ["device:large"]);
+        let report = cluster.report(&of_2_gib(mode));
+        assert_eq!(report.outcome, Ok(()));
+        assert!(report.requests[0].is_satisfiable(), "{report:?}");
+        assert_eq!(report.requests[0].matching[1].1, Availability::NoCapacity);
+    }
 }
 
 #[test]
@@ -635,6 +715,66 @@ fn the_search_ends_at_its_limit() {
         cluster.devices(&impossible),
         Err(AllocationFailure::TooManyCombinations)
     );
+}
+
+#[test]
+fn a_node_with_too_few_devices_needs_no_search() {
+    let devices: Vec<_> = (0..40).map(|number| device(&format!("d{number:02}"))).collect();
+    let cluster = Fixture::of_devices(json!(devices));
+    let disks = json!({ "selectors": [{ "cel": { "expression": "kind=disks" } }] });
+    // The first request has many combinations of devices, the second has none.
+    let requests = json!([request("a", json!({ "count": 20 })), request("b", disks)]);
+    let impossible = claim("one", json!({ "requests": requests }));
+    assert_eq!(
+        cluster.devices(&impossible),
+        Err(AllocationFailure::TooManyCombinations)
+    );
+    let report = cluster.report(&impossible);
+    assert_eq!(report.outcome, Err(AllocationFailure::DoesNotFit));
+}
+
+#[test]
+fn too_few_devices_hide_no_error() {
+    let error = |cluster: &Fixture, claim: &ResourceClaim| {
+        let report = cluster.report(claim);
+        assert!(!report.requests[0].is_satisfiable(), "{report:?}");
+        invalid(report.outcome.map(|()| Vec::new()))
+    };
+    let small = json!({ "name": "x", "capacity": { "memory": { "value": "1Gi" } } });
+    let negative = one(json!({ "capacity": { "requests": { "memory": "-1" } } }));
+    let negative = error(&Fixture::of_devices(json!([small])), &negative);
+    assert!(negative.contains("the amount is negative"), "{negative}");
+    let all = claim(
+        "one",
+        json!({
+            "requests": [request("device", json!({ "allocationMode": "All" }))],
+            "constraints": [{ "matchAttribute": "drayman.dev/numa" }],
+        }),
+    );
+    let cluster = Fixture::of_devices(json!([on_numa("a", 0), { "name": "b" }]));
+    let excluded = error(&cluster, &all);
+    assert!(excluded.contains("a constraint excludes device"), "{excluded}");
+}
+
+#[test]
+fn a_claim_without_constraints_is_searched_once() {
+    let cluster = Fixture::of_devices(json!([device("x")]));
+    let evaluations = |constraints: Value| {
+        let requests = json!([request("a", json!({})), request("b", json!({}))]);
+        let claim = claim("one", json!({ "requests": requests, "constraints": constraints }));
+        let mut number = 0;
+        let mut counted = |expression: &str, driver: &str, device: &Device| {
+            number += 1;
+            evaluate(expression, driver, device)
+        };
+        let report = cluster.report_by(&claim, &mut counted);
+        assert_eq!(report.outcome, Err(AllocationFailure::DoesNotFit));
+        number
+    };
+    // One for each request, and one in each search: the second request does not meet the device.
+    assert_eq!(evaluations(json!([])), 3);
+    let kind = json!([{ "matchAttribute": "drayman.dev/kind" }]);
+    assert_eq!(evaluations(kind), 4);
 }
 
 #[test]

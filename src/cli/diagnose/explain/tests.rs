@@ -47,12 +47,13 @@ fn step(
 ) -> ClaimExplanation {
     let (pod, classic_pod): (PartialPod, Pod) = (pod(), pod());
     let context: PodSchedulingContext = read(json!({ "spec": { "selectedNode": selected } }));
+    let classes: Vec<ResourceClass> = class.cloned().into_iter().collect();
     explain(&ExplainInput {
         driver: "drayman.dev",
         pod: Some(&pod),
         entry: classic_pod.spec.resource_claims.first(),
         found: Resolved::Claim(claim),
-        class,
+        classes: Some(&classes),
         wants: Some(Ok("1 of kind radio")),
         context: Some(&context),
         nodes: &nodes(reasons),
@@ -64,7 +65,7 @@ fn a_claim_is_found_by_pod_status_annotation_and_old_name() {
     let (mut pod, mut claim) = (pod::<Pod>(), claim(&json!({})));
     let found = |pod: &Pod, claim: &ResourceClaim| {
         let entry = pod.spec.resource_claims[0].clone();
-        match find(pod, &entry, std::slice::from_ref(claim)) {
+        match find(pod, &entry, &ClaimIndex::new(std::slice::from_ref(claim))) {
             Resolved::Claim(_) => "claim",
             Resolved::NotOwned(_) => "not owned",
             Resolved::Awaited => "missing",
@@ -80,6 +81,28 @@ fn a_claim_is_found_by_pod_status_annotation_and_old_name() {
     assert_eq!(found(&pod, &claim), "not owned");
     pod.status.resource_claim_statuses = read(json!([{ "name": "r" }]));
     assert_eq!(found(&pod, &claim), "not needed");
+}
+
+#[test]
+fn claims_of_one_name_differ_by_namespace_and_owner() {
+    let mut pod = pod::<Pod>();
+    let entry = pod.spec.resource_claims[0].clone();
+    let others = ["bar", "shop"].map(|namespace| {
+        let mut claim = claim(&json!({}));
+        claim.metadata.namespace = Some(namespace.into());
+        claim.metadata.owner_references.as_mut().unwrap()[0].uid = "of another pod".into();
+        claim
+    });
+    let mut all = others.to_vec();
+    all.push(claim(&json!({})));
+    all[2].metadata.name = Some("by annotation".into());
+    pod.status.resource_claim_statuses = read(json!([{ "name": "r", "resourceClaimName": "till-r-x1" }]));
+    let found = |claims: &[ResourceClaim]| match find(&pod, &entry, &ClaimIndex::new(claims)) {
+        Resolved::Claim(claim) | Resolved::NotOwned(claim) => claim.metadata.clone(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(found(&all).name.as_deref(), Some("by annotation"));
+    assert_eq!(found(&others).namespace.as_deref(), Some("shop"));
 }
 
 #[test]
@@ -148,7 +171,7 @@ fn a_pod_that_has_ended_needs_no_claim() {
         pod: Some(&pod),
         entry: classic_pod.spec.resource_claims.first(),
         found: Resolved::Awaited,
-        class: None,
+        classes: None,
         wants: None,
         context: None,
         nodes: &BTreeMap::new(),
@@ -181,7 +204,7 @@ fn without_inventories_the_nodes_are_unknown() {
         pod: Some(&pod),
         entry: classic_pod.spec.resource_claims.first(),
         found: Resolved::Claim(&claim),
-        class: Some(&class),
+        classes: Some(std::slice::from_ref(&class)),
         wants: None,
         context: None,
         nodes: &BTreeMap::new(),
@@ -204,8 +227,8 @@ fn a_claim_of_a_newer_api_is_not_served() {
             driver: "drayman.dev",
             pod: None,
             entry: Some(entry),
-            found: find(&pod, entry, &[]),
-            class: None,
+            found: find(&pod, entry, &ClaimIndex::default()),
+            classes: None,
             wants: None,
             context: None,
             nodes: &BTreeMap::new(),

@@ -10,7 +10,7 @@ use super::devices::node_uid;
 use super::{SHARES, UNHEALTHY, kind, text};
 use crate::cli::diagnose::doctor::{DoctorFinding, some};
 use crate::cli::diagnose::gates::GateState;
-use crate::cli::diagnose::nodes::{name_of, without_companion, without_nodes};
+use crate::cli::diagnose::nodes::{name_of, without_companion, without_devices, without_nodes};
 use crate::core::allocation::inventory::Match;
 use crate::core::prepare::claims_api::{FIRST_STRUCTURED_MINOR, is_too_early, minor_of};
 use crate::core::scheduler::{Evaluate, PoolState, all_pools};
@@ -209,23 +209,29 @@ pub fn classes(
                 .iter()
                 .any(|quoted| expression.contains(quoted))
         });
-        let (mut matches, mut failure) = (0, None);
+        let may_be_ours = names_driver || !expressions.iter().any(|all| all.contains("device.driver"));
+        let (mut matches, mut failure, mut not_evaluated) = (0, None, None);
         for ((slice, device), selected) in all.iter().zip(&mut selected) {
             let mut results = expressions
                 .iter()
                 .map(|expression| evaluate(expression, driver, device));
-            match results.find(|result| *result != Match::Yes) {
+            match results.find(|result| *result != Ok(Match::Yes)) {
                 None => {
                     matches += 1;
                     *selected = true;
                 }
-                Some(Match::Failed(error)) => {
+                Some(Ok(Match::Failed(error))) => {
                     failure.get_or_insert_with(|| (device_name(slice, device), error));
+                }
+                // The class may select it.
+                Some(Err(error)) if may_be_ours => {
+                    *selected = true;
+                    not_evaluated.get_or_insert(error);
                 }
                 Some(_) => {}
             }
         }
-        ours += usize::from(names_driver || matches > 0);
+        ours += usize::from(names_driver || matches > 0 || not_evaluated.is_some());
         if let Some((device, error)) = failure {
             findings.push(DoctorFinding::warning(
                 check,
@@ -233,6 +239,11 @@ pub fn classes(
                     "DeviceClass {name} fails on device {device}: {error}; the scheduler gives up on a claim when it meets such a device"
                 ),
                 "begin the selector with the driver (device.driver == \"...\" &&), and test optional attributes with has() or in",
+            ));
+        } else if let Some(error) = not_evaluated {
+            findings.push(DoctorFinding::note(
+                check,
+                format!("drayman cannot evaluate DeviceClass {name}: {error}; the scheduler can"),
             ));
         } else if names_driver && matches == 0 {
             findings.push(DoctorFinding::warning(
@@ -363,18 +374,22 @@ fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[Node]) -> Vec<DoctorFi
             findings.push(DoctorFinding::problem("driver name", message, fix));
         }
     }
-    for node in nodes {
-        let (name, uid) = (name_of(node), node.uid().unwrap_or_default());
-        let mut of_node = ours
-            .iter()
-            .filter(|slice| slice.spec.node_name.as_deref() == Some(name));
-        if of_node.any(|slice| !node_uid(slice).is_empty() && node_uid(slice) != uid) {
-            findings.push(DoctorFinding::problem(
-                "nodes",
-                format!("slices of node {name} belong to an earlier node of that name"),
-                "restart the companion there: it has not noticed that the Node was recreated",
-            ));
-        }
+    let uids = nodes
+        .iter()
+        .map(|node| (name_of(node), node.uid().unwrap_or_default()));
+    let uids: BTreeMap<&str, String> = uids.collect();
+    let of_earlier_node = |slice: &&ResourceSlice| {
+        let (name, uid) = (slice.spec.node_name.as_deref()?, node_uid(slice));
+        let is_earlier = !uid.is_empty() && uids.get(name).is_some_and(|current| *current != uid);
+        is_earlier.then(|| name.to_owned())
+    };
+    let earlier: BTreeSet<String> = ours.iter().filter_map(of_earlier_node).collect();
+    for name in earlier {
+        findings.push(DoctorFinding::problem(
+            "nodes",
+            format!("slices of node {name} belong to an earlier node of that name"),
+            "restart the companion there: it has not noticed that the Node was recreated",
+        ));
     }
     findings
 }
@@ -407,19 +422,12 @@ fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<DoctorF
             ));
         }
     }
-    for (node, number) in &offered {
+    for node in offered.keys() {
         if !names.contains(node) {
             findings.push(DoctorFinding::warning(
                 check,
                 format!("there are slices of node {node}, and no such node"),
                 format!("if the node is gone for good: kubectl delete resourceslice --field-selector spec.nodeName={node},spec.driver={driver}"),
-            ));
-        } else if *number == 0 {
-            findings.push(DoctorFinding::warning(
-                check,
-                format!("node {node} offers no device to claims"),
-                "`drayman node discover` there shows why each candidate is excluded, and an event DevicesNotPublished on the Node which \
-                 devices this version of Kubernetes cannot share; if all kinds there are extended resources, ignore this",
             ));
         }
     }
@@ -438,15 +446,18 @@ fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<DoctorF
     if offered.is_empty() {
         findings.push(without_nodes(driver));
     } else {
-        let offering = offered
-            .iter()
-            .filter(|(node, number)| names.contains(*node) && **number > 0);
-        let (with, all) = (offering.clone().count(), nodes.len());
-        let number: usize = offering.map(|(_, number)| number).sum();
+        let existing = offered.iter().filter(|(node, _)| names.contains(*node));
+        let (offering, empty): (Vec<_>, Vec<_>) = existing.partition(|(_, number)| **number > 0);
+        let (with, all) = (offering.len(), nodes.len());
+        let number: usize = offering.iter().map(|(_, number)| **number).sum();
         findings.push(DoctorFinding::fine(
             check,
             format!("{with} of {all} nodes offer {number} devices"),
         ));
+        let empty: Vec<&str> = empty.iter().map(|(node, _)| **node).collect();
+        let fix = "`drayman node discover` there shows why each candidate is excluded, and an event DevicesNotPublished on the Node which \
+                   devices this version of Kubernetes cannot share; if all kinds there are extended resources, ignore this";
+        findings.extend(without_devices("offer no device to claims", &empty, with, fix));
     }
     findings.extend(without_companion(&offered.keys().copied().collect(), nodes));
     findings

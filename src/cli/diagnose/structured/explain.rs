@@ -17,7 +17,7 @@ use crate::cli::diagnose::qualified_name;
 use crate::cli::objects::PartialPod;
 use crate::core::claims::Resolved;
 use crate::core::scheduler::{
-    AllocationFailure, Availability, ClusterState, DeviceId, Evaluate, NodeReport, RequestReport,
+    AllocationFailure, Availability, ClusterState, DeviceId, Evaluate, NodeReport, PoolIndex, RequestReport,
     allocated_devices, node_matches, report,
 };
 
@@ -78,6 +78,7 @@ pub fn evaluate_nodes(
         claims.iter().copied().filter(|claim| matches(claim)).collect()
     };
     let (allocated, waiting) = (with(is_allocated), with(is_waiting));
+    let pools = PoolIndex::new(cluster.slices);
     let mut evaluated = Nodes::new();
     for node in nodes {
         let elsewhere = || {
@@ -94,7 +95,7 @@ pub fn evaluate_nodes(
         };
         let result = match pod.and_then(|pod| rejection(pod, node)).or_else(elsewhere) {
             Some(reason) => Err(reason),
-            None => report(cluster, node, &waiting, evaluate).map_err(|error| error.to_string()),
+            None => report(cluster, &pools, node, &waiting, evaluate).map_err(|error| error.to_string()),
         };
         evaluated.insert(node.name_any(), result);
     }
@@ -360,39 +361,22 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
         );
     }
     let (total, able) = (nodes.len(), outcomes().filter(|outcome| outcome.is_ok()).count());
-    if able == 0 {
-        let after = |why: &String| format!("; {why}");
-        let gates: String = input.unused_gates.iter().map(after).collect();
-        let requests = nodes.values().flatten().flat_map(|report| &report.requests);
-        let mut matching = requests.flat_map(|request| &request.matching);
-        let (of_excluded, place) = if nodes.values().any(Result::is_err) {
-            let reasons = "the pod cannot use some of these nodes, for the reasons shown; ";
-            (reasons, "on the others")
-        } else {
-            ("", "on any of these nodes")
-        };
-        let fix = if matching.any(|(_, state)| matches!(state, Availability::Held(_))) {
-            "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
-             one (drayman devices), add a node, or request less"
-                .to_owned()
-        } else if total > 0 && nodes.values().all(Result::is_err) {
-            "the reasons of the nodes name the cause; if it is another claim of the pod, see what to do about that one".to_owned()
-        } else if nodes.values().flatten().all(NodeReport::is_without_driver) {
-            format!(
-                "{of_excluded}no driver offers devices {place}: `drayman doctor`, with the rights of an operator, names the cause"
-            )
-        } else {
-            format!(
-                "{of_excluded}no device that the claim wants is held {place}, so waiting may not help: compare the claim with the devices \
-                 (drayman devices -o wide), and create it and its pod again with another request; the scheduler tries again as soon as a \
-                 device is added or repaired"
-            )
-        };
+    if able == 0
+        && let Some(error) = failure(|failure| matches!(failure, AllocationFailure::NotEvaluated(_)))
+    {
         return (
-            ClaimStep::WaitsForDevice,
-            format!("none of {total} nodes can serve it now{gates}"),
-            fix,
+            ClaimStep::WaitsForScheduler,
+            format!("the suitable nodes are unknown, and the scheduler decides: {error}"),
+            if input.pod.is_some() {
+                "the API server accepts the selector, so it needs no change; the pod's events say why the pod waits: kubectl describe pod"
+            } else {
+                "the API server accepts the selector, so it needs no change; the claim is allocated when a pod needs it"
+            }
+            .into(),
         );
+    }
+    if able == 0 {
+        return no_node(input, nodes);
     }
     let doubt = if input.of_one_namespace {
         ", unless claims of other namespaces, which you may not list, hold the devices"
@@ -413,6 +397,45 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
     )
 }
 
+/// The step of a claim that no node can serve.
+fn no_node(input: &StructuredExplainInput<'_>, nodes: &Nodes) -> (ClaimStep, String, String) {
+    let total = nodes.len();
+    let after = |why: &String| format!("; {why}");
+    let gates: String = input.unused_gates.iter().map(after).collect();
+    let requests = || nodes.values().flatten().flat_map(|report| &report.requests);
+    // A device in use that drayman could not evaluate may match.
+    let is_unknown = requests().any(|request| request.error.is_some());
+    let mut matching = requests().flat_map(|request| &request.matching);
+    let (of_excluded, place) = if nodes.values().any(Result::is_err) {
+        let reasons = "the pod cannot use some of these nodes, for the reasons shown; ";
+        (reasons, "on the others")
+    } else {
+        ("", "on any of these nodes")
+    };
+    let fix = if is_unknown || matching.any(|(_, state)| matches!(state, Availability::Held(_))) {
+        "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
+         one (drayman devices), add a node, or request less"
+            .to_owned()
+    } else if total > 0 && nodes.values().all(Result::is_err) {
+        "the reasons of the nodes name the cause; if it is another claim of the pod, see what to do about that one".to_owned()
+    } else if nodes.values().flatten().all(NodeReport::is_without_driver) {
+        format!(
+            "{of_excluded}no driver offers devices {place}: `drayman doctor`, with the rights of an operator, names the cause"
+        )
+    } else {
+        format!(
+            "{of_excluded}no device that the claim wants is held {place}, so waiting may not help: compare the claim with the devices \
+             (drayman devices -o wide), and create it and its pod again with another request; the scheduler tries again as soon as a \
+             device is added or repaired"
+        )
+    };
+    (
+        ClaimStep::WaitsForDevice,
+        format!("none of {total} nodes can serve it now{gates}"),
+        fix,
+    )
+}
+
 /// Why a node cannot serve a claim; `None` if it can.
 fn reason(report: &NodeReport, claim: usize) -> Option<String> {
     match &report.outcome {
@@ -428,16 +451,10 @@ fn reason(report: &NodeReport, claim: usize) -> Option<String> {
         .iter()
         .map(|(pool, state)| format!("pool {pool} is {state}"))
         .collect();
-    let is_short = |request: &&RequestReport| {
-        // One subrequest is enough.
-        let name = base(&request.request);
-        let mut alternatives = report
-            .requests
-            .iter()
-            .filter(|other| other.claim == request.claim && base(&other.request) == name);
-        !alternatives.any(RequestReport::is_satisfiable)
-    };
-    let short: Vec<&RequestReport> = report.requests.iter().filter(is_short).collect();
+    let requests = report.requests.iter();
+    let short: Vec<&RequestReport> = requests
+        .filter(|request| request.is_short(&report.requests))
+        .collect();
     reasons.extend(
         short
             .iter()
@@ -455,10 +472,6 @@ fn reason(report: &NodeReport, claim: usize) -> Option<String> {
         });
     }
     Some(reasons.join("; "))
-}
-
-fn base(request: &str) -> &str {
-    request.split_once('/').map_or(request, |(base, _)| base)
 }
 
 fn shortage(request: &RequestReport) -> String {

@@ -467,6 +467,31 @@ fn of_a_free_camera(change: impl FnOnce(&mut Question)) -> ClaimExplanation {
 }
 
 #[test]
+fn a_selector_beyond_our_limits_is_left_to_the_scheduler() {
+    let explanation = of_a_free_camera(|question| {
+        question.classes[0]["spec"]["selectors"][0]["cel"]["expression"] =
+            json!("[1].all(x, [2].all(y, x < y))");
+    });
+    assert_eq!(explanation.step, ClaimStep::WaitsForScheduler);
+    let reason = "drayman cannot evaluate selector #0 of DeviceClass cameras: it has more than one of all";
+    let because = format!("the suitable nodes are unknown, and the scheduler decides: {reason}");
+    assert!(explanation.because.starts_with(&because), "{explanation:?}");
+    let reasons = reasons(&explanation);
+    assert!(reasons[0].starts_with(reason), "{reasons:?}");
+}
+
+#[test]
+fn a_selector_beyond_our_limits_may_match_a_held_device() {
+    let advice = of_a_free_camera(|question| {
+        question.classes[0]["spec"]["selectors"][0]["cel"]["expression"] =
+            json!("[1].all(x, [2].all(y, x < y))");
+        question.claims.push(held("other", "node-a", &["a"]));
+    });
+    let advice = advice.advice.unwrap();
+    assert!(advice.starts_with("the scheduler tries again"), "{advice}");
+}
+
+#[test]
 fn a_node_with_an_empty_slice_has_a_driver() {
     let explanation = of_a_free_camera(|question| question.slices = vec![slice("node-a", json!([]))]);
     assert_eq!(
@@ -758,6 +783,19 @@ fn unmatched_classes_and_devices_are_reported() {
     );
 }
 
+#[test]
+fn a_class_beyond_our_limits_is_a_note() {
+    let mut complex = class("cameras");
+    complex["spec"]["selectors"][0]["cel"]["expression"] = json!("[1].all(x, [2].all(y, x < y))");
+    let findings = of_classes(vec![complex], vec![slice("node-a", json!([camera("a")]))]);
+    let found = messages(&findings);
+    let says = "drayman cannot evaluate DeviceClass cameras: it has more than one of all";
+    assert!(
+        matches!(found[..], [(Level::Note, message)] if message.starts_with(says)),
+        "{found:?}"
+    );
+}
+
 fn of_slices(all: Vec<Value>, nodes: &[&str]) -> Vec<DoctorFinding> {
     let all: Vec<ResourceSlice> = all.into_iter().map(read).collect();
     let nodes: Vec<Node> = nodes.iter().map(|name| read(node(name))).collect();
@@ -854,8 +892,8 @@ fn nodes_and_slices_must_agree() {
     );
     contains(
         &findings,
-        Level::Warning,
-        "node node-b offers no device to claims",
+        Level::Note,
+        "1 of 2 nodes with a companion offer no device to claims: node-b",
     );
     contains(
         &findings,
@@ -869,6 +907,17 @@ fn nodes_and_slices_must_agree() {
         Level::Problem,
         "no node offers devices",
     );
+}
+
+#[test]
+fn nodes_without_a_device_are_one_finding() {
+    let names = ["a", "b", "c", "d", "e", "f"];
+    let empty = names.map(|name| slice(name, json!([])));
+    let findings = of_slices(empty.to_vec(), &names);
+    let mut found = messages(&findings);
+    found.retain(|(_, message)| message.contains("offer no device to claims"));
+    let message = "6 of 6 nodes with a companion offer no device to claims: a, b, c, d, e and 1 more";
+    assert_eq!(found, [(Level::Warning, message)]);
 }
 
 #[test]

@@ -20,7 +20,7 @@ fn device() -> Device {
     .unwrap()
 }
 
-fn evaluate(expression: &str) -> Match {
+fn evaluate(expression: &str) -> Result<Match, Arc<str>> {
     with_selectors(|evaluate| evaluate(expression, "a.example", &device())).unwrap()
 }
 
@@ -39,24 +39,42 @@ fn devices_are_selected_as_by_the_scheduler() {
         r#"!has(device.capacity["a.example"].bandwidth)"#,
         "device.allowMultipleAllocations",
     ] {
-        assert_eq!(evaluate(expression), Match::Yes, "{expression}");
+        assert_eq!(evaluate(expression), Ok(Match::Yes), "{expression}");
     }
-    assert_eq!(evaluate(r#"device.driver == "drayman.dev""#), Match::No);
+    assert_eq!(evaluate(r#"device.driver == "drayman.dev""#), Ok(Match::No));
 }
 
 #[test]
-fn a_wrong_selector_fails_with_its_error() {
+fn a_selector_fails_with_the_error_that_the_scheduler_has() {
     for (expression, says) in [
         (r#"device.attributes["a.example"].model == "x""#, "model"),
+        (r#"device.attributes["a.example"].vendor > 1"#, "such overload"),
+    ] {
+        let Ok(Match::Failed(error)) = evaluate(expression) else {
+            panic!("{expression}")
+        };
+        assert!(error.contains(says), "{expression}: {error}");
+    }
+}
+
+#[test]
+fn a_selector_beyond_our_limits_is_not_evaluated() {
+    // The last pattern is too large for a text of this length.
+    let long_text = format!("'{}'.matches('(a{{1,99}}){{1,30}}b')", "a".repeat(640));
+    for (expression, says) in [
         (
             "device.kind == 'x'",
             "only driver, attributes, capacity and allowMultipleAllocations",
         ),
         ("device.driver ==", "ERROR"),
+        ("[1].all(x, [2].all(y, x < y))", "more than one of all"),
+        (
+            "device.driver.replace('a', 'b') == 'b'",
+            "no function \"replace\"",
+        ),
+        (long_text.as_str(), "too large"),
     ] {
-        let Match::Failed(error) = evaluate(expression) else {
-            panic!("{expression}")
-        };
+        let error = evaluate(expression).unwrap_err();
         assert!(error.contains(says), "{expression}: {error}");
     }
 }
