@@ -195,8 +195,45 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* The pod of a Job that is a hook: (dict "me" (dict "root" . "component" "crds") "account" "its account" "arguments" (list "crds")). It
-runs where the controller may. */}}
+{{/* The tolerations of the companions of all pools, as a JSON list. */}}
+{{- define "drayman.companionTolerations" -}}
+{{- $tolerations := default list .Values.node.tolerations }}
+{{- range .Values.nodePools }}
+{{- $tolerations = concat $tolerations (default list .tolerations) }}
+{{- end }}
+{{- toJson (uniq $tolerations) }}
+{{- end }}
+
+{{/* Pod fields that place a Job that is a hook: it runs where the controller may, or in structured mode, which has no controller, where
+the companions may. Only the affinity to nodes counts: an affinity that keeps the controllers apart would leave no node to the Job. */}}
+{{- define "drayman.jobNodes" -}}
+{{- $owner := .Values.controller }}
+{{- $tolerations := $owner.tolerations }}
+{{- if include "drayman.structured" . }}
+{{- $owner = .Values.node }}
+{{- $tolerations = list }}
+{{- range include "drayman.companionTolerations" . | fromJsonArray }}
+{{- /* One for all taints would place the Job also on nodes that are not ready. */}}
+{{- $controlPlane := dict "key" "node-role.kubernetes.io/control-plane" "operator" "Exists" "effect" "NoSchedule" }}
+{{- $tolerations = append $tolerations (ternary . $controlPlane (hasKey . "key")) }}
+{{- end }}
+{{- $tolerations = uniq $tolerations }}
+{{- end }}
+{{- with $owner.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with pick (default dict $owner.affinity) "nodeAffinity" }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* The pod of a Job that is a hook: (dict "me" (dict "root" . "component" "crds") "account" "its account" "arguments" (list "crds")). */}}
 {{- define "drayman.jobPod" -}}
 {{- $root := .me.root -}}
 metadata:
@@ -207,14 +244,7 @@ spec:
   serviceAccountName: {{ .account }}
   {{- with include "drayman.imagePullSecrets" $root }}{{ . | nindent 2 }}{{ end }}
   enableServiceLinks: false
-  {{- with $root.Values.controller.nodeSelector }}
-  nodeSelector:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $root.Values.controller.tolerations }}
-  tolerations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- with include "drayman.jobNodes" $root | trim }}{{ . | nindent 2 }}{{ end }}
   securityContext:
     {{- include "drayman.restrictedPod" $root | nindent 4 }}
   containers:
@@ -252,12 +282,8 @@ enableServiceLinks: false
 nodeSelector:
   {{- toYaml .Values.node.nodeSelector | nindent 2 }}
 {{- /* The device may be on a node of any pool. */}}
-{{- $tolerations := .Values.node.tolerations }}
-{{- range .Values.nodePools }}
-{{- $tolerations = concat $tolerations (default list .tolerations) }}
-{{- end }}
 tolerations:
-  {{- toYaml (uniq $tolerations) | nindent 2 }}
+  {{- include "drayman.companionTolerations" . | fromJsonArray | toYaml | nindent 2 }}
 securityContext:
   {{- include "drayman.restrictedPod" . | nindent 2 }}
 {{- end }}

@@ -1,10 +1,12 @@
-//! Optional settings: a companion that opens devices and reads kubelet's checkpoint, CRD updates, and an immutable driver name.
+//! Optional settings: a companion that opens devices and reads kubelet's checkpoint, CRD updates, an immutable driver name, and leader
+//! election.
 
 use anyhow::{Context as _, ensure};
 use serde_json::Value;
 
 use crate::chart::lifecycle::{COMPANION, pod, template};
 use crate::chart::setup::ChartSetup;
+use crate::harness::Cluster;
 
 /// Both settings of docs/operator/security.md that grant more rights, with short periods.
 const VALUES: &str = "\
@@ -189,4 +191,24 @@ async fn bring_definitions_up_to_date(setup: &ChartSetup, values: &std::path::Pa
         setup.kubectl(&established).await?;
     }
     setup.doctor().await.map(drop)
+}
+
+/// Without nodes no pod runs; the Deployment shows how its pods would be replaced.
+#[tokio::test]
+async fn the_lease_is_not_introduced_by_a_rolling_update() -> anyhow::Result<()> {
+    let setup = ChartSetup::prepare(Cluster::builder().start().await?).await?;
+    for (verb, elects, expected) in [
+        ("install", false, "Recreate"),
+        // The running controller has no lease.
+        ("upgrade", true, "Recreate"),
+        ("upgrade", true, "RollingUpdate"),
+    ] {
+        let elects = format!("--set=controller.leaderElection.enabled={elects}");
+        let more = ["--set=crds.upgrade=false", elects.as_str()];
+        setup.release(verb, "drayman", None, &more).await?;
+        let deployment = ["deployment", "drayman-controller", "--namespace=drayman"];
+        let strategy = setup.field(&deployment, ".spec.strategy.type").await?;
+        assert_eq!(strategy, expected, "{verb} {elects}");
+    }
+    setup.cluster.stop().await
 }

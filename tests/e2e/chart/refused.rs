@@ -91,6 +91,8 @@ KIND --set=node.enabled=false
     node.updateStrategy has maxSurge and maxUnavailable ... set the other to 0
 --set=node.updateStrategy.maxUnavailable=0
     neither maxSurge nor maxUnavailable ... set maxUnavailable=1
+--set=node.updateStrategy.maxSurge=1 --set=node.updateStrategy.maxUnavailable=0 --set=node.healthPort=0
+    node.updateStrategy has maxSurge, but node.healthPort is 0 ... set node.healthPort
 --kube-version=1.34.0
     Kubernetes v1.34.0 has no classic DRA ... --api-versions=resource.k8s.io/v1
 STRUCTURED --kube-version=1.35.4 --set=deviceKinds[0].preset=kvm --set=classes[0].name=vm --set=classes[0].kind=kvm

@@ -169,6 +169,54 @@ fn without_a_lease_no_second_controller_runs_in_an_update() {
     assert_eq!(strategy("false"), (json!("Recreate"), false, 0));
 }
 
+/// An affinity that keeps controllers apart would leave no node to a Job.
+#[test]
+fn a_job_runs_where_the_controller_or_else_a_companion_may() {
+    let to = |key: &str| {
+        let term = json!({ "matchExpressions": [{ "key": key, "operator": "Exists" }] });
+        json!({ "nodeAffinity": { "requiredDuringSchedulingIgnoredDuringExecution": { "nodeSelectorTerms": [term] } } })
+    };
+    let mut set = vec!["--set=crds.upgrade=true,controller.tolerations[0].key=controllers".to_owned()];
+    for component in ["controller", "node"] {
+        let affinity = &to(component)["nodeAffinity"];
+        set.push(format!("--set-json={component}.affinity.nodeAffinity={affinity}"));
+    }
+    let set: Vec<&str> = set.iter().map(String::as_str).collect();
+    let tolerated = |key: &str| json!({ "key": key, "operator": "Exists" });
+    for (mode, jobs, selector, tolerations, component) in [
+        (
+            MODES[0],
+            &["devices-crds", "devices-uninstall"][..],
+            json!({ "kubernetes.io/os": "linux" }),
+            json!([{ "key": "controllers" }]),
+            "controller",
+        ),
+        (
+            MODES[1],
+            &["devices-uninstall"],
+            json!({ "example.com/devices": "true", "kubernetes.io/os": "linux" }),
+            json!([tolerated("example.com/devices"), tolerated("example.com/pool")]),
+            "node",
+        ),
+    ] {
+        let rendered = render(Some(&chart("ci/everything-values.yaml")), &[mode, &set].concat());
+        for job in jobs {
+            let spec = pod_spec(object(&rendered, "Job", job)).expect("pods");
+            assert_eq!(spec["nodeSelector"], selector, "{job} {mode:?}");
+            assert_eq!(spec["tolerations"], tolerations, "{job} {mode:?}");
+            assert_eq!(spec["affinity"], to(component), "{job} {mode:?}");
+        }
+    }
+    // By default, a companion tolerates everything, and a Job needs a node that is ready.
+    let rendered = render(None, MODES[1]);
+    let spec = pod_spec(object(&rendered, "Job", "drayman-uninstall")).expect("pods");
+    let control_plane = "node-role.kubernetes.io/control-plane";
+    assert_eq!(
+        spec["tolerations"],
+        json!([{ "key": control_plane, "operator": "Exists", "effect": "NoSchedule" }])
+    );
+}
+
 #[test]
 fn the_definitions_that_helm_installs_are_those_of_the_program() {
     let installed: Vec<Value> = render(None, &["--include-crds"])
@@ -210,6 +258,11 @@ fn alerts_select_series_of_their_release_only() {
             let asked = expression.matches('{').count();
             let ours = expression.matches("namespace=\"drayman\"").count();
             assert!(asked > 0 && asked == ours, "{expression}");
+            // Other programs have series of these names, too.
+            if expression.contains("rest_client_") || expression.contains("workqueue_") {
+                let of_pods = expression.matches(&format!("pod=~\"{name}-")).count();
+                assert_eq!(asked, of_pods, "{expression}");
+            }
         }
         let names = rules.iter().map(|rule| rule["alert"].as_str().expect("a name"));
         names.map(str::to_owned).collect()

@@ -116,6 +116,8 @@ fn the_values_of_the_controller_have_no_effect() {
             "controller.enabled=false",
             "controller.metricsPort=0",
             "controller.leaderElection.enabled=false",
+            "controller.nodeSelector.disk=fast",
+            "controller.tolerations[0].operator=Exists",
             "crds.upgrade=true",
         ] {
             assert_eq!(structured(values, &[&format!("--set={value}")]), usual, "{value}");

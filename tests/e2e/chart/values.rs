@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
-use crate::chart::helm::{chart, merged, refusal, yaml};
+use crate::chart::helm::{chart, merged, refusal, template, yaml};
 
 pub(crate) fn schema() -> Value {
     let text = std::fs::read_to_string(chart("values.schema.json")).expect("the schema");
@@ -379,6 +379,34 @@ fn values_invalid_for_program_or_kubernetes_are_refused() {
         ),
     ];
     assert_entries_refused("classes", &json!({ "name": "a", "kind": "a" }), &classes);
+}
+
+/// Only kilo is lower case, and it alone has another letter for its power of two.
+#[test]
+fn a_quantity_has_a_suffix_of_kubernetes() {
+    for (quantity, is_valid) in [
+        ("65536Ki", true),
+        ("65536ki", false),
+        ("64k", true),
+        ("64K", false),
+        ("64Mi", true),
+        ("1.5G", true),
+        ("1Ei", true),
+        ("100m", true),
+        ("100mi", false),
+        ("2", true),
+    ] {
+        let limit = format!("--set-string=node.resources.limits.memory={quantity}");
+        let source = "node.extraEnv[0].valueFrom.resourceFieldRef";
+        let divisor = format!(
+            "--set-string=node.extraEnv[0].name=A,{source}.resource=limits.memory,{source}.divisor={quantity}"
+        );
+        for set in [&limit, &divisor] {
+            let output = template(None, &[set]);
+            let message = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.success(), is_valid, "{set}: {message}");
+        }
+    }
 }
 
 /// Renders a list of such entries, each with other fields, and asserts that Helm's error names the place in each.
