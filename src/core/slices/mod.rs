@@ -102,6 +102,22 @@ pub struct Slices {
     rejected: BTreeMap<String, Write>,
 }
 
+/// The order of writes: one of the lowest rank is next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Rank {
+    /// An obsolete slice, or a slice of this generation with wrong content. These writes do not depend on each other, and once the last
+    /// slice is written, the pool is complete.
+    Independent,
+    /// A rejected write. Those of the following ranks wait for it.
+    Rejected,
+    /// A new slice or a slice of an earlier generation, whose last write was rejected.
+    RejectedBefore,
+    New,
+    EarlierGeneration,
+    /// A rejected deletion, or that of a slice which schedulers ignore or the stored generation still needs.
+    LastDeletion,
+}
+
 impl Slices {
     /// A pool without devices whose slices were not listed yet.
     pub fn new(pool: NodePool, features: Features) -> Self {
@@ -375,46 +391,47 @@ impl Slices {
                 .iter()
                 .all(|slice| i64::try_from(current.len()) == Ok(slice.spec.pool.resource_slice_count));
 
-        // The lowest rank is next:
-        //
-        // * 0: obsolete slices, and slices of this generation with wrong content. These writes do not depend on each other, and once the
-        //   last slice is written, the pool is complete.
-        // * 1: a rejected write. Those of the following ranks wait for it.
-        // * 2: slices whose last write was rejected. 3: new slices. 4: slices of an earlier generation.
-        // * 5: rejected deletions, obsolete slices of an earlier generation, which schedulers ignore, and those that the stored generation
-        //   still needs.
         let is_obsolete = |slice: &&ResourceSlice| !is_desired(slice);
         // A slice with finalizers stays until they are removed.
         let is_deletable = |slice: &&ResourceSlice| slice.metadata.deletion_timestamp.is_none();
+        let is_older = |slice: &ResourceSlice| {
+            let pool = &slice.spec.pool;
+            pool.name == self.pool.node_name && pool.generation < self.generation
+        };
         let deletion = |slice: &ResourceSlice| {
             let write = delete(slice);
-            let pool = &slice.spec.pool;
-            let is_older = pool.name == self.pool.node_name && pool.generation < self.generation;
             let is_needed = is_usable && current.contains(&slice);
-            let is_last = is_older || is_needed || self.is_rejected(&write);
-            (if is_last { 5 } else { 0 }, write)
+            let is_last = is_older(slice) || is_needed || self.is_rejected(&write);
+            let rank = if is_last {
+                Rank::LastDeletion
+            } else {
+                Rank::Independent
+            };
+            (rank, write)
         };
-        let mut next: Option<(u8, Write)> = observed
-            .values()
-            .filter(is_obsolete)
-            .filter(is_deletable)
-            .map(deletion)
-            .min_by_key(|(rank, _)| *rank);
+        let obsolete = || observed.values().filter(is_obsolete).filter(is_deletable);
+        let mut next: Option<(Rank, Write)> = obsolete().map(deletion).min_by_key(|(rank, _)| *rank);
         for (name, devices) in &layout {
             let slice = self.slice(name, generation, count, devices.clone());
             let (rank, write) = match observed.get(name) {
                 // In the way until it is deleted.
-                Some(stored) if is_obsolete(&stored) && is_deletable(&stored) => (0, delete(stored)),
+                Some(stored) if is_obsolete(&stored) && is_deletable(&stored) => {
+                    (Rank::Independent, delete(stored))
+                }
                 Some(stored) if stored.spec.pool == slice.spec.pool && self.is_current(stored, &slice) => {
                     continue;
                 }
-                Some(stored) if stored.spec.pool.generation == generation => (0, replace(slice, stored)),
-                Some(stored) => (4, replace(slice, stored)),
-                None => (3, Write::Create(Box::new(slice))),
+                Some(stored) if stored.spec.pool.generation == generation => {
+                    (Rank::Independent, replace(slice, stored))
+                }
+                Some(stored) => (Rank::EarlierGeneration, replace(slice, stored)),
+                None => (Rank::New, Write::Create(Box::new(slice))),
             };
             let rank = match rank {
-                _ if self.is_rejected(&write) => 1,
-                3 | 4 if self.rejected.contains_key(name) => 2,
+                _ if self.is_rejected(&write) => Rank::Rejected,
+                Rank::New | Rank::EarlierGeneration if self.rejected.contains_key(name) => {
+                    Rank::RejectedBefore
+                }
                 rank => rank,
             };
             if next.as_ref().is_none_or(|(best, _)| rank < *best) {
@@ -422,24 +439,38 @@ impl Slices {
             }
         }
         let (_, write) = next?;
-        // Before a new generation, and while a rejected write holds it up, the devices of the stored one change in their slices.
-        if is_usable && generation > self.generation {
-            let published: BTreeSet<&str> = current
-                .iter()
-                .flat_map(|slice| devices_of(slice))
-                .map(|device| device.name.as_str())
-                .collect();
-            let is_held = self.is_rejected(&write);
-            let mut due = current.iter().filter(|stored| is_held || is_desired(stored));
-            let update = due.find_map(|stored| {
-                let desired = stored.metadata.name.as_ref().and_then(|name| layout.get(name));
-                let desired = desired.into_iter().flatten().copied();
-                let new = desired.filter(|device| !published.contains(device.name.as_str()));
-                self.update(stored, new.collect())
-            });
-            return update.or(Some(write));
+        let is_held = self.is_rejected(&write);
+        // Slices that schedulers ignore do not wait for a rejected write.
+        let older = obsolete().filter(|slice| is_held && is_older(slice));
+        let older = older.map(delete).find(|deletion| !self.is_rejected(deletion));
+        if older.is_some() || !is_usable || generation <= self.generation {
+            return older.or(Some(write));
         }
-        Some(write)
+        // Before a new generation, and while a rejected write holds it up, the devices of the stored one change in their slices.
+        let due = current.iter().copied();
+        let due = due.filter(|stored| is_held || is_desired(stored));
+        let update = self.next_update(&current, due, &layout);
+        update.or(Some(write))
+    }
+
+    /// The next update of the stored generation, in one of the slices that are due.
+    fn next_update<'a>(
+        &self,
+        current: &[&ResourceSlice],
+        mut due: impl Iterator<Item = &'a ResourceSlice>,
+        layout: &BTreeMap<String, Vec<&Device>>,
+    ) -> Option<Write> {
+        let published: BTreeSet<&str> = current
+            .iter()
+            .flat_map(|slice| devices_of(slice))
+            .map(|device| device.name.as_str())
+            .collect();
+        due.find_map(|stored| {
+            let desired = stored.metadata.name.as_ref().and_then(|name| layout.get(name));
+            let desired = desired.into_iter().flatten().copied();
+            let new = desired.filter(|device| !published.contains(device.name.as_str()));
+            self.update(stored, new.collect())
+        })
     }
 
     /// Brings the devices of a stored slice up to date, and adds new ones if there is room; `None` if it is up to date, or if its last write

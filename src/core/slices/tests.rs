@@ -486,6 +486,25 @@ fn a_rejected_deletion_holds_up_no_change() {
 }
 
 #[test]
+fn older_slices_are_deleted_while_another_write_is_rejected() {
+    let (mut server, mut slices) = started(TAINTS, 200);
+    let mut foreign = server.stored["node-a.drayman.dev-00"].clone();
+    foreign.metadata.name = Some("elsewhere".into());
+    foreign.metadata.uid = Some("f".into());
+    foreign.spec.pool.name = "another".into();
+    server.store(foreign);
+    server.deliver(&mut slices);
+    let deletion = slices.next().unwrap();
+    slices.rejected(&deletion);
+    slices.set_devices(devices(60));
+    while let Some(write) = slices.next().filter(|write| *write != deletion) {
+        server.write(&mut slices, &write);
+    }
+    let names: Vec<&String> = server.stored.keys().collect();
+    assert_eq!(names, ["elsewhere", "node-a.drayman.dev-00"]);
+}
+
+#[test]
 fn a_name_in_another_pool_is_free_only_after_its_deletion() {
     let (mut server, mut slices) = started(TAINTS, 65);
     let mut foreign = server.stored["node-a.drayman.dev-01"].clone();

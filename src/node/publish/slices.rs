@@ -37,8 +37,8 @@ use crate::node::metrics::SliceCounts;
 use crate::node::rate_limit::RateLimit;
 use crate::node::watch::watch_objects;
 
-/// Writes in one go, at most: enough for a new generation of the largest pool, which has 16 slices.
-const BURST: u32 = 20;
+/// Writes in one go, at most: enough for an update of each slice of the largest pool, which has 16, and then for a new generation.
+const BURST: u32 = 36;
 /// Interval between writes once the burst is used up. Every scheduler receives every write of every node.
 const REFILL: Duration = Duration::from_secs(1);
 /// Longest pause that an API server can ask for, so that writes soon resume after a fault.
@@ -232,11 +232,16 @@ impl SlicePublisher {
                         publication.observe(event);
                     }
                     Some(Err(error)) => {
-                        let is_repeated = std::mem::replace(&mut complained, true);
-                        publication
-                            .reports
-                            .unwatched(&error, is_repeated, &publication.node_uid)
-                            .await;
+                        if std::mem::replace(&mut complained, true) {
+                            debug!("the slices still cannot be watched: {error}");
+                        } else {
+                            warn!(
+                                reason = "SlicesUnwatched",
+                                "the slices of this node cannot be watched; until they can, deleted slices are not restored: {error}"
+                            );
+                        }
+                        let node_uid = &publication.node_uid;
+                        publication.reports.unwatched(&error, node_uid).await;
                     }
                 },
                 () = sleep_until(publication.due(write.as_ref())), if write.is_some() => {
@@ -687,16 +692,8 @@ impl<'a> SliceReports<'a> {
         self.rejected(slice, error.to_string(), node_uid).await;
     }
 
-    /// Logs that the slices cannot be watched, as a warning only the first time, and reports a missing right, also later.
-    async fn unwatched(&mut self, error: &watcher::Error, is_repeated: bool, node_uid: &str) {
-        if is_repeated {
-            debug!("the slices still cannot be watched: {error}");
-        } else {
-            warn!(
-                reason = "SlicesUnwatched",
-                "the slices of this node cannot be watched; until they can, deleted slices are not restored: {error}"
-            );
-        }
+    /// Reports a missing right to watch the slices.
+    async fn unwatched(&mut self, error: &watcher::Error, node_uid: &str) {
         let (watcher::Error::InitialListFailed(kube::Error::Api(status))
         | watcher::Error::WatchStartFailed(kube::Error::Api(status))
         | watcher::Error::WatchFailed(kube::Error::Api(status))
