@@ -21,8 +21,8 @@ use crate::core::prepare::orphans::RuntimeView;
 use crate::core::prepare::plan::Refusal;
 use crate::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use crate::core::prepare::runtime_containers::{
-    ContainerDevices, RuntimeContainer, RuntimeContainerState, RuntimeContainers, SETTLE, UnknownContainers,
-    parse_info,
+    ContainerDevices, NewUser, RuntimeContainer, RuntimeContainerState, RuntimeContainers, SETTLE,
+    UnknownContainers, parse_info,
 };
 use crate::node::discovery::device_number;
 
@@ -34,7 +34,7 @@ pub const SOCKETS: [&str; 3] = [
 ];
 /// Deadline of a query. The first one fetches the status of every container on the node.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Largest response in bytes, which is what a runtime sends at most: a list of all containers, or the status of one, which has some ten
+/// Largest response in bytes; a runtime sends no larger one. It is a list of all containers, or the status of one, usually some ten
 /// kilobytes. Users can make a status larger by the arguments and variables of a container; see [`UnknownContainers`].
 const MAX_ANSWER: usize = 16 * 1024 * 1024;
 /// Part of the message with which a runtime refuses to send a larger response (grpc-go).
@@ -199,7 +199,7 @@ impl CriClient {
                         if let Err(problem) = &given {
                             warn!(
                                 reason = "ContainerRuntimeUnavailable",
-                                "the devices of {of_pod} are unknown, because its status is too large: {problem}"
+                                "the devices of {of_pod} are unknown, because the runtime cannot send its status: {problem}"
                             );
                         }
                         let given = (given, Instant::now());
@@ -345,6 +345,11 @@ impl RuntimeCheck {
         }
     }
 
+    /// Records the devices that are extended resources now.
+    pub(in crate::node) fn offered(&mut self, devices: &Devices) {
+        self.unknown.offered(devices);
+    }
+
     /// Records that a claim no longer holds its devices.
     pub(in crate::node) fn released(&mut self, entry: &Entry) {
         if self.runtime.is_some() {
@@ -389,17 +394,14 @@ impl RuntimeCheck {
     }
 
     /// Refuses a device to a claim or a starting container while another container has it: kubelet forgets force-deleted pods while their
-    /// containers are ending. `claim` is `None` for a starting container. `listed` is `None` without a runtime.
-    ///
-    /// `by_name` is false if only the devices' numbers matter.
+    /// containers are ending. `listed` is `None` without a runtime.
     ///
     /// If kubelet's runtime does not answer, claims are refused, and starting containers are not: kubelet needs the runtime to start them.
     pub(in crate::node) fn check_unused(
         &self,
         devices: &[&Device],
-        claim: Option<&ClaimUid>,
+        new_user: NewUser<'_>,
         listed: Option<Result<Arc<RuntimeContainers>, String>>,
-        by_name: bool,
     ) -> Result<(), Refusal> {
         let exclusive = || devices.iter().filter(|device| !device.is_shared());
         let Some(first) = exclusive().next() else {
@@ -408,7 +410,7 @@ impl RuntimeCheck {
         let containers = match listed {
             None => return Ok(()),
             Some(Ok(containers)) => containers,
-            Some(Err(problem)) if claim.is_some() && self.is_known => {
+            Some(Err(problem)) if new_user.claim().is_some() && self.is_known => {
                 return Err(Refusal::RuntimeUnavailable {
                     device: first.name.clone(),
                     problem,
@@ -423,20 +425,17 @@ impl RuntimeCheck {
             }
         };
         for device in exclusive() {
-            if let Some(user) = containers.other_user(&self.driver_name, device, claim) {
+            if let Some(user) = containers.other_user(&self.driver_name, device, new_user.claim()) {
                 return Err(Refusal::StillUsed {
                     device: device.name.clone(),
                     holder: user.to_string(),
                 });
             }
-            let unknown = self
-                .unknown
-                .other_user(&containers, device, claim.is_some(), by_name);
-            if let Some((user, problem)) = unknown {
+            if let Some((user, problem)) = self.unknown.other_user(&containers, device, new_user) {
                 return Err(Refusal::RuntimeUnavailable {
                     device: device.name.clone(),
                     problem: format!(
-                        "the status of {user} is too large ({problem}), and the device is free once that container has ended"
+                        "the runtime cannot send the status of {user}, which is too large ({problem}): delete that pod"
                     ),
                 });
             }
@@ -666,7 +665,7 @@ mod tests {
             let runtime = Arc::new(NeverAnswers { is_certain });
             let mut check = RuntimeCheck::new(Some(runtime), driver, UnknownContainers::default());
             let listed = check.runtime().unwrap().list_containers().await;
-            let checked = check.check_unused(&[&device], Some(&uid), Some(listed), true);
+            let checked = check.check_unused(&[&device], NewUser::Claim(&uid), Some(listed));
             assert_eq!(checked.is_err(), is_certain, "{checked:?}");
             let inventory = Devices::default();
             let claim_use = check.claim_use(vec![uid.clone()], &none_prepared, &inventory, None);

@@ -31,7 +31,7 @@ use crate::node::state::storage::StoreError;
 const QUEUE: usize = 64;
 /// Timeout for one driver call. Kubelet gives up after 45 s and retries.
 pub(in crate::node) const DRIVER_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long Prepare waits before it asks the container runtime again: nothing tells the end of a container.
+/// How long Prepare waits before it asks the container runtime again, which does not report when a container ends.
 const RUNTIME_RETRY: Duration = Duration::from_secs(1);
 /// The reason of a refusal because the device has a holder.
 const HELD: &str = "DeviceHeld";
@@ -333,7 +333,7 @@ impl NodeService {
             }
             tokio::select! {
                 Ok(()) = released.changed() => {}
-                () = sleep(RUNTIME_RETRY), if answers.iter().any(is_up_to_the_runtime) => {}
+                () = sleep(RUNTIME_RETRY), if answers.iter().any(depends_on_containers) => {}
                 () = sleep_until(deadline) => return answers,
             }
             let again: Vec<ClaimToPrepare> = held
@@ -505,11 +505,11 @@ impl NodeService {
 
 /// Whether a repeated Prepare may soon succeed.
 fn is_held<T>(answer: &Result<T, ServiceError>) -> bool {
-    answer.as_ref().is_err_and(|error| error.reason() == HELD) || is_up_to_the_runtime(answer)
+    answer.as_ref().is_err_and(|error| error.reason() == HELD) || depends_on_containers(answer)
 }
 
-/// Whether the container runtime did not answer, or shows a container that has a device and may be about to end.
-fn is_up_to_the_runtime<T>(answer: &Result<T, ServiceError>) -> bool {
+/// Whether the container runtime did not answer, or a container that may soon end has the device.
+fn depends_on_containers<T>(answer: &Result<T, ServiceError>) -> bool {
     matches!(
         answer,
         Err(ServiceError::Refused(

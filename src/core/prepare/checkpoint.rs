@@ -5,10 +5,11 @@
 //! ```
 //!
 //! An entry is an [`Entry`] (in `prepared_claims`): names, boot id, devices and state; `injection` has its container edits. `cluster` is
-//! [`ClusterFacts`]; `unknownContainers` is [`UnknownContainers`]. Version 2 is written if a claim of structured mode is in it. `node::state::storage` writes the text to `checkpoint.json`
-//! in the state directory, at each [`PlanStep::Save`](super::plan::PlanStep::Save): before the driver prepares a claim and after its CDI file
-//! is written, before that file is written again, when a claim is removed or its devices become known, at a start, and when the facts of the
-//! cluster change. An unchanged text is not written again while its file is in place.
+//! [`ClusterFacts`]; `unknownContainers` is [`UnknownContainers`]. Version 2 is written if a claim of structured mode is in it.
+//! `node::state::storage` writes the text to `checkpoint.json` in the state directory, at each
+//! [`PlanStep::Save`](super::plan::PlanStep::Save): before the driver prepares a claim and after its CDI file is written, before that file
+//! is written again, when a claim is removed or its devices become known, at a start, and when the facts of the cluster change. An
+//! unchanged text is not written again while its file is in place.
 //!
 //! Every version has `version`, `checksum` and `data`. The checksum (CRC-32) covers the version and the bytes of the data, so that a newer
 //! checkpoint is distinguishable from a damaged one. A field may be added without a new version only if a reader can ignore it and a writer
@@ -39,9 +40,9 @@ pub struct Checkpoint {
     pub cluster: ClusterFacts,
     /// The prepared claims.
     pub entries: BTreeMap<ClaimUid, Entry>,
-    /// The containers whose status the container runtime cannot send. Earlier releases ignore it, since they refuse all exclusive devices while
-    /// such a container runs; after them, those that run may have any device.
-    #[serde(default, skip_serializing_if = "UnknownContainers::is_default")]
+    /// The containers whose status the runtime cannot send. Earlier releases drop this field: they refuse all exclusive devices while such a
+    /// container runs. After a return to this release, each such container that then runs may have any device.
+    #[serde(default, skip_serializing_if = "super::prepared_claims::is_default")]
     pub unknown_containers: UnknownContainers,
 }
 

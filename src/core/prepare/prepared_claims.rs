@@ -71,7 +71,7 @@ pub struct HeldDevice {
     pub structured: Option<Structured>,
 }
 
-fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+pub(super) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 

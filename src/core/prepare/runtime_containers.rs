@@ -23,8 +23,8 @@ const START_LIMIT: Duration = Duration::from_secs(240);
 /// create call, shortly before it lists the container.
 pub const SETTLE: Duration = Duration::from_secs(2);
 
-/// Maximum number of remembered devices of released claims: as many as a node has. As long as the runtime answers, each Prepare lists the
-/// containers, so fewer are needed. Beyond it, the oldest is forgotten.
+/// Maximum number of remembered devices of released claims. As long as the runtime answers, each Prepare lists the containers, so few are
+/// needed. Beyond it, the oldest is forgotten.
 const RELEASED_MAX: usize = 1024;
 
 /// Maximum number of devices remembered for containers of unknown status: a bound for memory and checkpoint. Beyond it, such a container may
@@ -155,7 +155,7 @@ impl RuntimeContainers {
 pub struct UnknownContainers {
     /// The boot in which they run: none outlives it. Empty if this record has not begun: an earlier release may have released any device.
     boot_id: String,
-    /// The containers that are older than this record, and may have any device.
+    /// The containers that may have any device: they are older than this record, or than the release of a claim whose record was lost.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     earlier: BTreeSet<String>,
     /// The devices that each other listed container may have, by container id.
@@ -164,15 +164,39 @@ pub struct UnknownContainers {
     /// Devices of released claims that a container not yet listed may have.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     released: Vec<ClaimedDevice>,
+    /// The devices that containers can have got as extended resources from this process, with all their numbers.
+    #[serde(skip)]
+    resources: BTreeMap<String, Vec<DeviceNumber>>,
     /// Whether the record begins with the next list.
     #[serde(skip)]
-    is_new: bool,
+    begins_with_next_list: bool,
     /// Whether the devices of the last list's containers are known.
     #[serde(skip)]
     is_complete: bool,
     /// When the last list was requested.
     #[serde(skip)]
     listed_at: Duration,
+}
+
+/// The user that is about to get a device.
+#[derive(Clone, Copy, Debug)]
+pub enum NewUser<'a> {
+    /// A claim.
+    Claim(&'a ClaimUid),
+    /// A claim that already has the device, which has new numbers: only these matter.
+    RenumberedClaim(&'a ClaimUid),
+    /// A starting container, which gets the device as an extended resource.
+    Container,
+}
+
+impl<'a> NewUser<'a> {
+    /// The claim, if the device is for one.
+    pub fn claim(self) -> Option<&'a ClaimUid> {
+        match self {
+            Self::Claim(uid) | Self::RenumberedClaim(uid) => Some(uid),
+            Self::Container => None,
+        }
+    }
 }
 
 /// A device that a claim of a namespace holds or held.
@@ -198,25 +222,20 @@ impl UnknownContainers {
     }
 
     /// Continues in this boot with what an earlier process stored.
-    pub fn new(stored: Self, boot_id: &str) -> Self {
+    pub fn resume(stored: Self, boot_id: &str) -> Self {
         if stored.boot_id == boot_id {
             return stored;
         }
         Self {
-            is_new: stored.boot_id.is_empty(),
+            begins_with_next_list: stored.boot_id.is_empty(),
             ..Self::of_boot(boot_id)
         }
-    }
-
-    /// Whether the record has not begun.
-    pub fn is_default(&self) -> bool {
-        *self == Self::default()
     }
 
     /// What the next process continues with.
     #[must_use]
     pub fn to_store(&self) -> Self {
-        if self.is_new {
+        if self.begins_with_next_list {
             return Self::default();
         }
         let mut stored = Self {
@@ -230,12 +249,34 @@ impl UnknownContainers {
         stored
     }
 
-    /// Records that a claim no longer holds its devices.
+    /// Records the devices that are extended resources now. Kubelet forgets which of them a force-deleted pod has, and their mode and numbers
+    /// may change meanwhile.
+    pub fn offered(&mut self, devices: &Devices) {
+        let resources = devices
+            .values()
+            .filter(|device| device.mode.serves_extended_resource());
+        for device in resources {
+            if self.resources.len() < POSSIBLE_MAX {
+                let numbers = self.resources.entry(device.name.clone()).or_default();
+                add_numbers(numbers, &device.device_numbers);
+            }
+        }
+    }
+
+    /// Records that a claim no longer holds its devices. A container that is created later counts as a possible user, too, until the
+    /// containers are listed.
     pub fn released(&mut self, entry: &Entry, now: Duration) {
         if !entry.is_done() {
             return;
         }
-        for mut device in claimed(entry) {
+        // A container not yet listed may have its devices, whichever they were.
+        let any = is_rebuilt(entry).then(|| ClaimedDevice {
+            namespace: String::new(),
+            device: String::new(),
+            numbers: Vec::new(),
+            released_at: now,
+        });
+        for mut device in claimed_devices(entry).chain(any) {
             device.released_at = now;
             let is_same =
                 |other: &ClaimedDevice| other.namespace == device.namespace && other.device == device.device;
@@ -260,20 +301,25 @@ impl UnknownContainers {
             .filter(|container| container.given.is_err())
             .map(|container| (container.id.as_str(), container.container.namespace.as_str()))
             .collect();
-        if std::mem::take(&mut self.is_new) {
+        if std::mem::take(&mut self.begins_with_next_list) {
             self.earlier = unknown.keys().map(|id| (*id).to_owned()).collect();
         }
         self.earlier.retain(|id| unknown.contains_key(id.as_str()));
         self.containers.retain(|id, _| unknown.contains_key(id.as_str()));
-        let is_rebuilt = |entry: &Entry| entry.namespace.is_empty() || entry.has_unknown_devices();
         self.is_complete = !prepared_claims.entries().values().any(is_rebuilt);
         for (id, namespace) in unknown {
             if self.containers.contains_key(id) || self.earlier.contains(id) {
                 continue;
             }
+            if self.released.iter().any(|device| device.namespace.is_empty()) {
+                self.earlier.insert(id.to_owned());
+                continue;
+            }
             // A container gets no devices before its claim is prepared.
             let done = prepared_claims.entries().values().filter(|entry| entry.is_done());
-            let all = done.flat_map(claimed).chain(self.released.iter().cloned());
+            let all = done
+                .flat_map(claimed_devices)
+                .chain(self.released.iter().cloned());
             let mut possible: Vec<ClaimedDevice> = Vec::new();
             for device in all.filter(|device| device.namespace == namespace) {
                 match possible.iter_mut().find(|known| known.device == device.device) {
@@ -293,15 +339,24 @@ impl UnknownContainers {
 
     /// A container that may have the device, and why the runtime does not show it. For a claim, it may also have the device as an extended
     /// resource, of which kubelet does not tell the namespace. A starting container is not refused for that: one user could block all
-    /// extended resources. `by_name` is false if only the device's numbers matter.
+    /// extended resources.
     pub fn other_user<'a>(
         &self,
         containers: &'a RuntimeContainers,
         device: &Device,
-        is_for_claim: bool,
-        by_name: bool,
+        new_user: NewUser<'_>,
     ) -> Option<(&'a PodContainer, &'a str)> {
-        let may_be_resource = is_for_claim && device.mode.serves_extended_resource();
+        let is_for_claim = new_user.claim().is_some();
+        let by_name = !matches!(new_user, NewUser::RenumberedClaim(_));
+        let was_resource = || {
+            self.resources.len() >= POSSIBLE_MAX
+                || (by_name && self.resources.contains_key(&device.name))
+                || self
+                    .resources
+                    .values()
+                    .any(|numbers| share_a_node(numbers, &device.device_numbers))
+        };
+        let may_be_resource = is_for_claim && (device.mode.serves_extended_resource() || was_resource());
         let is_it = |possible: &ClaimedDevice| {
             (by_name && possible.device == device.name)
                 || share_a_node(&possible.numbers, &device.device_numbers)
@@ -348,8 +403,13 @@ fn unknown_user(
     })
 }
 
+/// Whether the namespace or the devices of a claim were lost with the checkpoint.
+fn is_rebuilt(entry: &Entry) -> bool {
+    entry.namespace.is_empty() || entry.has_unknown_devices()
+}
+
 /// The devices that a claim holds.
-fn claimed(entry: &Entry) -> impl Iterator<Item = ClaimedDevice> {
+fn claimed_devices(entry: &Entry) -> impl Iterator<Item = ClaimedDevice> {
     entry.held_devices().map(|held| ClaimedDevice {
         namespace: entry.namespace.clone(),
         device: held.device.clone(),
@@ -683,12 +743,15 @@ pub(crate) mod tests {
             name: device.into(),
             ..Device::default()
         };
-        all.other_user(containers, &device, true, true).is_some()
+        all.other_user(containers, &device, NewUser::Claim(&uid(9)))
+            .is_some()
+    }
+
+    fn uid(last: usize) -> ClaimUid {
+        ClaimUid::parse(&format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0{last}")).unwrap()
     }
 
     fn prepared(entries: &[Entry]) -> PreparedClaims {
-        let uid =
-            |last: usize| ClaimUid::parse(&format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0{last}")).unwrap();
         let entries = entries.iter().cloned().enumerate();
         PreparedClaims::new("boot", entries.map(|(last, entry)| (uid(last), entry)).collect())
     }
@@ -721,14 +784,14 @@ pub(crate) mod tests {
         // It cannot have what is prepared later, an older list does not count, and the next process knows the same.
         all.listed(&first, at(40), &prepared(&[entry("default", "after")]));
         all.listed(&none, at(39), &prepared(&[]));
-        let mut next = UnknownContainers::new(all.to_store(), "boot");
+        let mut next = UnknownContainers::resume(all.to_store(), "boot");
         next.listed(&first, at(0), &prepared(&[]));
         for all in [&all, &next] {
             for (device, expected) in [("held", true), ("before", true), ("after", false)] {
                 assert_eq!(may_have(all, &first, device), expected, "{device}");
             }
         }
-        let mut next = UnknownContainers::new(all.to_store(), "next");
+        let mut next = UnknownContainers::resume(all.to_store(), "next");
         next.listed(&first, at(0), &prepared(&[]));
         assert!(!may_have(&next, &first, "held"), "no container outlives a boot");
 
@@ -747,15 +810,68 @@ pub(crate) mod tests {
     fn containers_from_before_the_record_may_have_anything() {
         let at = Duration::from_secs;
         let (first, both) = (unknown(&["first"]), unknown(&["first", "second"]));
-        let mut all = UnknownContainers::new(UnknownContainers::default(), "boot");
-        assert!(all.to_store().is_default(), "it begins with the first list");
+        let mut all = UnknownContainers::resume(UnknownContainers::default(), "boot");
+        let stored = all.to_store();
+        assert_eq!(
+            stored,
+            UnknownContainers::default(),
+            "it begins with the first list"
+        );
         all.listed(&first, at(1), &prepared(&[]));
-        let mut next = UnknownContainers::new(all.to_store(), "boot");
+        let mut next = UnknownContainers::resume(all.to_store(), "boot");
         for all in [&mut all, &mut next] {
             all.listed(&both, at(2), &prepared(&[]));
             assert!(may_have(all, &both, "free"));
             all.listed(&unknown(&["second"]), at(3), &prepared(&[]));
             assert!(!may_have(all, &unknown(&["second"]), "free"));
+        }
+    }
+
+    #[test]
+    fn the_release_of_a_rebuilt_claim_concerns_any_new_container() {
+        let nothing_known = Entry {
+            devices: Vec::new(),
+            ..entry("default", "x")
+        };
+        for lost in [entry("", "x"), nothing_known] {
+            let (containers, at) = (unknown(&["a"]), Duration::from_secs);
+            let mut all = UnknownContainers::of_boot("boot");
+            all.listed(
+                &RuntimeContainers::default(),
+                at(1),
+                &prepared(std::slice::from_ref(&lost)),
+            );
+            all.released(&lost, at(5));
+            all.listed(&containers, at(6), &prepared(&[]));
+            all.listed(&containers, at(60), &prepared(&[]));
+            assert!(may_have(&all, &containers, "x"));
+            all.listed(&unknown(&["b"]), at(61), &prepared(&[]));
+            assert!(!may_have(&all, &unknown(&["b"]), "x"));
+        }
+    }
+
+    #[test]
+    fn an_unknown_container_keeps_what_was_an_extended_resource() {
+        let number = number("c120:6");
+        let device = |name: &str, mode, numbers: &[DeviceNumber]| Device {
+            name: name.into(),
+            mode,
+            device_numbers: numbers.iter().copied().collect(),
+            ..Device::default()
+        };
+        let gps = device("gps", Mode::ExtendedResource, &[number]);
+        let containers = unknown(&["a"]);
+        let mut all = UnknownContainers::of_boot("boot");
+        all.offered(&Devices::from([("gps".to_owned(), gps)]));
+        all.listed(&containers, Duration::ZERO, &prepared(&[]));
+        let uid = uid(9);
+        for (device, is_refused) in [
+            (device("modem", Mode::Claims, &[number]), true),
+            (device("gps", Mode::Claims, &[]), true),
+            (device("other", Mode::Claims, &[]), false),
+        ] {
+            let user = all.other_user(&containers, &device, NewUser::Claim(&uid));
+            assert_eq!(user.is_some(), is_refused, "{device:?}");
         }
     }
 
@@ -797,14 +913,16 @@ pub(crate) mod tests {
         let containers = unknown(&["a"]);
         let mut all = UnknownContainers::default();
         all.listed(&containers, Duration::ZERO, &prepared(&[held]));
-        for (name, mode, number, is_for_claim, by_name, expected) in [
-            ("free", Mode::Claims, None, true, true, false),
-            ("free", Mode::Both, None, true, true, true),
-            ("free", Mode::Both, None, false, true, false),
-            ("new", Mode::Claims, Some(number), true, false, true),
-            ("new", Mode::Both, Some(number), false, true, true),
-            ("renamed", Mode::Claims, None, true, false, false),
-            ("renamed", Mode::Claims, None, true, true, true),
+        let uid = uid(9);
+        let (claim, renumbered) = (NewUser::Claim(&uid), NewUser::RenumberedClaim(&uid));
+        for (name, mode, number, new_user, expected) in [
+            ("free", Mode::Claims, None, claim, false),
+            ("free", Mode::Both, None, claim, true),
+            ("free", Mode::Both, None, NewUser::Container, false),
+            ("new", Mode::Claims, Some(number), renumbered, true),
+            ("new", Mode::Both, Some(number), NewUser::Container, true),
+            ("renamed", Mode::Claims, None, renumbered, false),
+            ("renamed", Mode::Claims, None, claim, true),
         ] {
             let device = Device {
                 name: name.into(),
@@ -812,12 +930,8 @@ pub(crate) mod tests {
                 device_numbers: number.into_iter().collect(),
                 ..Device::default()
             };
-            let user = all.other_user(&containers, &device, is_for_claim, by_name);
-            assert_eq!(
-                user.is_some(),
-                expected,
-                "{name} {mode:?} {is_for_claim} {by_name}"
-            );
+            let user = all.other_user(&containers, &device, new_user);
+            assert_eq!(user.is_some(), expected, "{name} {mode:?} {new_user:?}");
         }
     }
 

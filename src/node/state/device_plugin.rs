@@ -18,6 +18,7 @@ use crate::core::prepare::device_plugin::{check_allocate, evicted};
 use crate::core::prepare::plan::{Missing, Refusal};
 use crate::core::prepare::prepared_claims::are_among;
 use crate::core::prepare::recovery::plan_free;
+use crate::core::prepare::runtime_containers::NewUser;
 use crate::node::driver::NodeDriver;
 use crate::node::service::{ListedContainers, ServiceError};
 
@@ -103,7 +104,7 @@ impl<D: NodeDriver> NodeState<D> {
         };
         let (is_health_checked, passes_nodes) = (config.pre_start_check, !config.cdi_devices);
         let names: BTreeSet<&str> = devices.iter().map(|id| device_of_plugin_id(id)).collect();
-        self.check_containers_lack(names.iter().copied(), None, containers)
+        self.check_containers_lack(names.iter().copied(), NewUser::Container, containers)
             .await?;
         if !is_health_checked {
             return Ok(());

@@ -41,7 +41,7 @@ use crate::core::prepare::recovery::{
     holdings, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release, plan_restoring,
     plan_restoring_one, plan_roll_back,
 };
-use crate::core::prepare::runtime_containers::{RuntimeContainers, UnknownContainers};
+use crate::core::prepare::runtime_containers::{NewUser, RuntimeContainers, UnknownContainers};
 use crate::node::container_runtime::{ContainerRuntime, RuntimeCheck};
 use crate::node::driver::{self, NodeDriver, NodeDriverError, PreparedClaim};
 use crate::node::metrics::Metrics;
@@ -185,7 +185,7 @@ impl<D: NodeDriver> NodeState<D> {
             runtime: RuntimeCheck::new(
                 options.runtime,
                 options.paths.driver.clone(),
-                UnknownContainers::new(unknown_containers, prepared_claims.boot_id()),
+                UnknownContainers::resume(unknown_containers, prepared_claims.boot_id()),
             ),
             containers: None,
             paths: options.paths,
@@ -207,6 +207,7 @@ impl<D: NodeDriver> NodeState<D> {
         state.configure();
         state.recover(&files).await;
         state.devices = state.found.borrow_and_update().clone();
+        state.runtime.offered(&state.devices);
         // No request is served yet, so no caller waits for this.
         state.query_and_wait(Duration::MAX).await;
         state.rebuild_inventory();
@@ -484,7 +485,7 @@ impl<D: NodeDriver> NodeState<D> {
             Err(refusal) => return Err(refusal.into()),
         };
         self.orphans.change().forget(&uid);
-        self.check_containers_lack(taken(&steps), Some(&uid), containers)
+        self.check_containers_lack(taken(&steps), NewUser::Claim(&uid), containers)
             .await?;
         for device in taken(&steps) {
             self.driver.check_unused(device).await?;
@@ -747,6 +748,7 @@ impl<D: NodeDriver> NodeState<D> {
         if !is_equal {
             self.resources.lose_devices(&self.devices, &found);
             self.devices = found;
+            self.runtime.offered(&self.devices);
             self.query_and_wait(QUERY_TIMEOUT).await;
             self.rebuild_inventory();
         }
@@ -917,15 +919,15 @@ impl<D: NodeDriver> NodeState<D> {
         let listed = self.list_containers(None).await;
         let others = listed.map(|listed| listed.map(|all| Arc::new(all.without_claim(driver, uid))));
         let devices: Vec<&Device> = renumbered.iter().collect();
-        Ok(self.runtime.check_unused(&devices, Some(uid), others, false)?)
+        let new_user = NewUser::RenumberedClaim(uid);
+        Ok(self.runtime.check_unused(&devices, new_user, others)?)
     }
 
-    /// Refuses a claim, or a starting container if `claim` is `None`, the exclusive devices that another container still has. `containers` are
-    /// those that the caller has listed.
+    /// Refuses the exclusive devices that another container still has. `containers` are those that the caller has listed.
     async fn check_containers_lack<'a>(
         &mut self,
         names: impl Iterator<Item = &'a str> + Clone,
-        claim: Option<&ClaimUid>,
+        new_user: NewUser<'_>,
         containers: Option<&ListedContainers>,
     ) -> Result<(), ServiceError> {
         let is_exclusive = |name| self.device(name).is_some_and(|device| !device.is_shared());
@@ -934,7 +936,7 @@ impl<D: NodeDriver> NodeState<D> {
         }
         let listed = self.list_containers(containers).await;
         let devices: Vec<_> = names.filter_map(|name| self.device(name)).collect();
-        Ok(self.runtime.check_unused(&devices, claim, listed, true)?)
+        Ok(self.runtime.check_unused(&devices, new_user, listed)?)
     }
 
     /// Schedules a check of a device's holders, because another claim needs it: they are about to end, or kubelet has lost them.

@@ -120,6 +120,8 @@ impl Opened {
     pub fn add_running(&mut self, running: &KubeletClaims) {
         if let Some(prepared_claims) = with_running(&self.prepared_claims, running) {
             self.prepared_claims = prepared_claims;
+            // Devices of other claims may have been released.
+            self.unknown_containers = UnknownContainers::default();
             let why = "it lacks claims that containers have".to_owned();
             report(&self.prepared_claims, self.rebuilt.get_or_insert(why));
         }
@@ -487,10 +489,11 @@ impl Store {
         let (cluster, entries) = (found.cluster, found.entries);
         let (prepared_claims, rebuilt, complete) = rebuild(entries, unusable, &found.traces, paths, boot_id);
         found.cdi.keep_metadata(prepared_claims.entries());
-        let unknown_containers = if is_first && rebuilt.is_none() {
-            UnknownContainers::of_boot(boot_id)
-        } else {
-            found.unknown_containers
+        let unknown_containers = match rebuilt {
+            // Devices of other claims may have been released.
+            Some(_) => UnknownContainers::default(),
+            None if is_first => UnknownContainers::of_boot(boot_id),
+            None => found.unknown_containers,
         };
         let inner = Mutex::new(StoreState {
             cluster: cluster.clone(),
