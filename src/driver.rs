@@ -178,6 +178,8 @@
 //! # }
 //! ```
 
+pub(crate) mod keyed_locks;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;

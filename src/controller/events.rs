@@ -19,7 +19,8 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::api::resource::{GROUP, VERSION};
-use crate::core::claims::{Event as ControllerEvent, EventReport, MESSAGE_MAX, Regarding, shortened};
+use crate::core::claims::{Event as ControllerEvent, EventReport, MESSAGE_MAX, Regarding};
+use crate::core::names::truncated;
 
 use super::write::Pause;
 
@@ -183,8 +184,8 @@ enum Attempt {
     Written,
     /// The server could not store it now.
     Failed(String),
-    /// There is no answer of the server, or one that does not concern the namespace alone.
-    Unanswered(String),
+    /// The server gave no answer, or one that does not depend on the namespace.
+    Unavailable(String),
     /// The server will never store it.
     Refused(String),
 }
@@ -197,10 +198,10 @@ impl Attempt {
                 // An earlier attempt succeeded, and its answer was lost.
                 409 => Self::Written,
                 400..=499 if !matches!(status.code, 401 | 408 | 429) => Self::Refused(status.message),
-                401 | 408 | 429 | 503 | 504 => Self::Unanswered(status.message),
+                401 | 408 | 429 | 503 | 504 => Self::Unavailable(status.message),
                 _ => Self::Failed(status.message),
             },
-            Err(error) => Self::Unanswered(error.to_string()),
+            Err(error) => Self::Unavailable(error.to_string()),
         }
     }
 }
@@ -234,22 +235,22 @@ impl EventWriter {
                 retry_after.over().await;
                 let attempt = match tokio::time::timeout(limit, api.create(&parameters, &event)).await {
                     Ok(result) => Attempt::of(result),
-                    Err(_) => Attempt::Unanswered(format!("no answer within {limit:?}")),
+                    Err(_) => Attempt::Unavailable(format!("no answer within {limit:?}")),
                 };
-                let concerns_all = matches!(attempt, Attempt::Unanswered(_));
-                if !concerns_all {
+                let is_unavailable = matches!(attempt, Attempt::Unavailable(_));
+                if !is_unavailable {
                     pause = MIN_PAUSE;
                 }
                 match attempt {
                     Attempt::Written => reports.resume(&namespace),
-                    Attempt::Failed(error) | Attempt::Unanswered(error) => {
+                    Attempt::Failed(error) | Attempt::Unavailable(error) => {
                         tracing::warn!(
                             error,
                             reason = about.1,
                             "event could not be written; it is retried"
                         );
                         reports.put_back(about, pending);
-                        if concerns_all {
+                        if is_unavailable {
                             tokio::time::sleep(pause).await;
                             pause = longer(pause);
                         }
@@ -329,7 +330,7 @@ impl EventSource {
             },
             action: Some(action.to_owned()),
             event_time: Some(MicroTime(at)),
-            note: Some(shortened(note.to_owned(), MESSAGE_MAX)),
+            note: Some(truncated(note.to_owned(), MESSAGE_MAX)),
             reason: Some(reason.to_owned()),
             regarding: Some(regarding),
             reporting_controller: Some(self.controller.clone()),
@@ -544,12 +545,12 @@ mod tests {
 
     #[test]
     fn a_long_note_is_cut_at_the_boundary_of_a_character() {
-        let short = shortened("ü".repeat(1000), MESSAGE_MAX);
+        let short = truncated("ü".repeat(1000), MESSAGE_MAX);
         assert!(
             short.len() <= MESSAGE_MAX && short.ends_with("ü…"),
             "{} bytes",
             short.len()
         );
-        assert_eq!(shortened("short".to_owned(), MESSAGE_MAX), "short");
+        assert_eq!(truncated("short".to_owned(), MESSAGE_MAX), "short");
     }
 }

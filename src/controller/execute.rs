@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures::StreamExt as _;
 use futures::future::FutureExt as _;
 use kube::api::Api;
-use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard, Semaphore, mpsc, watch as watch_value};
+use tokio::sync::{Semaphore, mpsc, watch as watch_value};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -19,21 +19,22 @@ use crate::api::resource::{Pod, ResourceClaim};
 use crate::core::claims::{
     Answer, CallError, CallErrorKind, CallErrorSubject, CallId, ClaimToAllocate, ClaimWrite, Command,
     ControllerState, DriverRequest, Event, LATE_ALLOCATION, MESSAGE_MAX, Moment, ObjectKey, Outcome,
-    shortened,
 };
+use crate::core::names::truncated;
+use crate::driver::keyed_locks::KeyedLocks;
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError, Observation};
 
 use super::error::ControllerError;
 use super::events::EventWriter;
 use super::watch::{self, Kept, Prune, Standby, Watched, trimmed};
-use super::write::{self, ENDS, Fence, MAX_REQUESTS, Pause, fenced, turn};
+use super::write::{self, ENDS, Fence, MAX_REQUESTS, Pause, fenced, instant_of, sleep_until, turn};
 use super::{Controller, Options};
 
 /// Maximum number of calls younger than [`CALL_SLOT_TIME`].
 const MAX_CALLS: usize = 64;
-/// Age after which a call no longer counts, so that hanging calls leave room for others. With the usual time limit of a call (30 s)
-/// at most 64 times 31 calls are pending, and a call waits at most one second for each 64 calls that start before it: those before it in
-/// its namespace and, for each of these and for itself, one of each other namespace.
+/// Age after which a call no longer counts, so that hanging calls leave room for others. With the usual time limit of 30 s, at most
+/// 64 × 31 calls are pending. Namespaces take turns: a call waits for the earlier calls of its namespace and for one call of each other
+/// namespace per turn, at most one second for each 64.
 const CALL_SLOT_TIME: Duration = Duration::from_secs(1);
 /// First delay before `Driver::ready` is called again after an error; it doubles up to [`MAX_READY_RETRY_INTERVAL`].
 const READY_RETRY_INTERVAL: Duration = Duration::from_millis(100);
@@ -505,7 +506,7 @@ fn request_error<D: Driver>(error: DriverError, requests: &[ClaimRequest<D>]) ->
 }
 
 fn call_error(mut error: DriverError, subject: CallErrorSubject) -> CallError {
-    error.message = shortened(error.message, MESSAGE_MAX);
+    error.message = truncated(error.message, MESSAGE_MAX);
     if let Some(source) = std::error::Error::source(&error) {
         tracing::warn!(reason = error.reason, %error, %source, "a call of the driver failed");
     }
@@ -523,31 +524,19 @@ pub(super) struct CallSlots {
     slots: Semaphore,
     /// Per namespace, the lock for which its calls queue. Its holder alone waits for a slot, so the number of calls of a namespace does not
     /// matter to others.
-    lines: Mutex<BTreeMap<String, Weak<AsyncMutex<()>>>>,
+    namespaces: KeyedLocks<String>,
 }
 
 impl Default for CallSlots {
     fn default() -> Self {
         Self {
             slots: Semaphore::new(MAX_CALLS),
-            lines: Mutex::default(),
+            namespaces: KeyedLocks::default(),
         }
     }
 }
 
 impl CallSlots {
-    /// Waits until this call is the next one of its namespace.
-    async fn line(&self, namespace: &str) -> OwnedMutexGuard<()> {
-        let line = {
-            let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-            lines.retain(|_, line| line.strong_count() > 0);
-            let line = lines.get(namespace).and_then(Weak::upgrade).unwrap_or_default();
-            lines.insert(namespace.to_owned(), Arc::downgrade(&line));
-            line
-        };
-        line.lock_owned().await
-    }
-
     /// Makes a call as soon as there is room; returns `None` if the fence is closed first.
     pub(super) async fn run<T>(
         &self,
@@ -556,7 +545,7 @@ impl CallSlots {
         call: impl Future<Output = T>,
     ) -> Option<T> {
         let slot = async {
-            let _line = self.line(namespace).await;
+            let _next = self.namespaces.lock(namespace.to_owned()).await;
             // Fails only on a closed semaphore, and this one is never closed.
             self.slots.acquire().await
         };
@@ -645,18 +634,6 @@ impl Observations {
     }
 }
 
-/// The time of a moment; `None` if it is too far away to come.
-fn instant_of(start: Instant, moment: Moment) -> Option<Instant> {
-    start.checked_add(moment.since_start())
-}
-
-async fn sleep_until(deadline: Option<Instant>) {
-    match deadline {
-        Some(deadline) => tokio::time::sleep_until(deadline).await,
-        None => std::future::pending().await,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::convert::Infallible;
@@ -723,18 +700,6 @@ mod tests {
         assert_eq!(small.load(Ordering::Relaxed), 1);
         tokio::time::sleep(CALL_SLOT_TIME * 20).await;
         assert_eq!(crowd.load(Ordering::Relaxed), 20 * MAX_CALLS);
-        let lines = calls.lines.lock().unwrap();
-        assert!(
-            lines.values().all(|line| line.strong_count() == 0),
-            "nothing is kept"
-        );
-    }
-
-    #[test]
-    fn a_deadline_that_never_comes_is_none() {
-        let (start, second) = (Instant::now(), Duration::from_secs(1));
-        assert_eq!(instant_of(start, Moment::new(second)), Some(start + second));
-        assert_eq!(instant_of(start, Moment::new(Duration::MAX)), None);
     }
 
     const LIMIT: Duration = MIN_OBSERVE_TIMEOUT;

@@ -22,7 +22,7 @@ use crate::core::lease::{Lease, LeaseAnswer, LeaseRecord, LeaseSettings, LeaseSt
 
 use super::error::ControllerError;
 use super::predecessors::{Predecessors, PredecessorsError};
-use super::write::Fence;
+use super::write::{Fence, instant_of, sleep_until};
 
 /// Name and times of the lease. The defaults are those of the Kubernetes components.
 #[derive(Clone, Debug)]
@@ -291,10 +291,7 @@ impl LeaderElector {
             LeaseStep::Lost => return false,
             LeaseStep::Wait(until) => {
                 let until = limit.map_or(*until, |limit| limit.min(*until));
-                match self.start.checked_add(until.since_start()) {
-                    Some(until) => tokio::time::sleep_until(until).await,
-                    None => std::future::pending().await,
-                }
+                sleep_until(instant_of(self.start, until)).await;
                 return true;
             }
             LeaseStep::Read => {

@@ -32,7 +32,7 @@ const LEASE_LOST: &str = "the lease is lost";
 /// Upper limit of a pause, even if the server requests a longer one, so that requests soon resume after a fault.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
 
-/// The longest duration in Go, in which the server reads the time limit of a write.
+/// The longest `time.Duration` of Go: the API server parses the parameter `timeout` as one.
 const MAX_LIMIT: Duration = Duration::from_nanos(i64::MAX.unsigned_abs());
 
 /// Whether this process may write. Checked before each write.
@@ -83,6 +83,19 @@ impl Fence {
             () = self.closed.cancelled() => None,
             turn = turn => Some(turn),
         }
+    }
+}
+
+/// The time of a moment; `None` if it is too far away to come.
+pub(super) fn instant_of(start: Instant, moment: Moment) -> Option<Instant> {
+    start.checked_add(moment.since_start())
+}
+
+/// Waits until a deadline, or forever without one.
+pub(super) async fn sleep_until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline).await,
+        None => std::future::pending().await,
     }
 }
 
@@ -316,6 +329,13 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
+
+    #[test]
+    fn a_deadline_that_never_comes_is_none() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        assert_eq!(instant_of(start, Moment::new(second)), Some(start + second));
+        assert_eq!(instant_of(start, Moment::new(Duration::MAX)), None);
+    }
 
     #[test]
     fn other_writers_nodes_leave_our_entries_only() {

@@ -232,6 +232,16 @@ pub(crate) fn beginning(text: &str, bytes: usize) -> &str {
     text.get(..end.unwrap_or_default()).unwrap_or_default()
 }
 
+/// Truncates a text to this number of bytes, at a character boundary and with an ellipsis.
+pub(crate) fn truncated(text: String, bytes: usize) -> String {
+    const ELLIPSIS: &str = "…";
+    if text.len() <= bytes {
+        return text;
+    }
+    let end = bytes.saturating_sub(ELLIPSIS.len());
+    format!("{}{ELLIPSIS}", beginning(&text, end))
+}
+
 fn is_label_of_any_length(text: &str) -> bool {
     let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     text.bytes().all(|byte| inner(byte) || byte == b'-')

@@ -24,6 +24,7 @@ use crate::core::allocation::parameters::{
     DeviceRequests, ParametersError, claim_reference, class_reference,
 };
 use crate::core::allocation::search::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, WorkBudget};
+use crate::driver::keyed_locks::KeyedLocks;
 use crate::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation,
     UnsuitableNodes,
@@ -72,8 +73,8 @@ struct HostDriverInner {
     pieces: AsyncMutex<()>,
     /// Held by the one search that runs on another thread. Waiters get it in the order of their requests.
     searches: Arc<AsyncMutex<()>>,
-    /// The lines in which the searches of each namespace wait before that, so that their number does not matter to other namespaces.
-    search_lines: FairQueue,
+    /// Per namespace, the lock for which its searches queue before that, so that their number does not matter to other namespaces.
+    search_order: KeyedLocks<Arc<str>>,
 }
 
 /// Both ends of the channel of findings.
@@ -184,7 +185,7 @@ impl HostDriver {
                 lookups: AtomicUsize::default(),
                 pieces: AsyncMutex::default(),
                 searches: Arc::default(),
-                search_lines: FairQueue::default(),
+                search_order: KeyedLocks::default(),
             }),
         }
     }
@@ -250,7 +251,7 @@ impl HostDriverInner {
     fn evaluate_due(self: &Arc<Self>) {
         {
             let mut state = self.state();
-            if state.evaluates_due || state.next_due().is_none() {
+            if state.is_evaluating || state.next_evaluation().is_none() {
                 return;
             }
         }
@@ -258,7 +259,7 @@ impl HostDriverInner {
         tokio::spawn(async move {
             let mut number = 0;
             loop {
-                let due = shared.state().next_due();
+                let due = shared.state().next_evaluation();
                 let Some((namespace, kind, expression)) = due else {
                     break;
                 };
@@ -374,8 +375,8 @@ struct HostState {
     expressions: Expressions,
     /// Inventory changes since results for deleted devices were last dropped.
     inventory_changes: usize,
-    /// Whether a task evaluates expressions that are [due](Self::due).
-    evaluates_due: bool,
+    /// Whether a task evaluates the due expressions.
+    is_evaluating: bool,
 }
 
 /// Devices for which an expression is pending.
@@ -395,7 +396,7 @@ impl HostState {
             claims: ObjectCache::default(),
             expressions: Expressions::default(),
             inventory_changes: 0,
-            evaluates_due: false,
+            is_evaluating: false,
         }
     }
 
@@ -459,10 +460,10 @@ impl HostState {
         Some((namespace, kind.to_owned(), Arc::clone(expression)))
     }
 
-    /// Like [`due`](Self::due), for the one task that evaluates these expressions: it ends at `None`, and a later change starts another.
-    fn next_due(&mut self) -> Option<(Arc<str>, String, Arc<str>)> {
+    /// Returns what the evaluation task does next, and records whether it goes on: it ends at `None`, and a later change starts another.
+    fn next_evaluation(&mut self) -> Option<(Arc<str>, String, Arc<str>)> {
         let due = self.due();
-        self.evaluates_due = due.is_some();
+        self.is_evaluating = due.is_some();
         due
     }
 
@@ -638,9 +639,9 @@ impl HostDriver {
         let first = claims.first();
         let namespace = first.and_then(|request| request.claim.metadata.namespace.as_deref());
         let namespace: Arc<str> = namespace.unwrap_or_default().into();
-        let line = self.shared.search_lines.line(&namespace, &Arc::from("")).await;
+        let next = self.shared.search_order.lock(namespace).await;
         let turn = Arc::clone(&self.shared.searches).lock_owned().await;
-        drop(line);
+        drop(next);
         let searched = spawn_blocking(move || {
             // Held by the search, which continues if the call is dropped.
             let _turn = turn;

@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::resource::v1::{Device, DeviceAttribute};
@@ -29,6 +29,7 @@ use crate::core::allocation::inventory::{Attribute, AttributeSet, Match};
 use crate::core::allocation::parameters::CheckedSelector;
 use crate::core::scheduler::Evaluate;
 use crate::driver::DriverError;
+use crate::driver::keyed_locks::KeyedLocks;
 
 /// Stack size in bytes of the thread that parses and evaluates expressions. The limits on expressions keep their stack usage well
 /// below it.
@@ -56,6 +57,10 @@ const ERROR_MAX: usize = 200;
 const PARSE_ERRORS_MAX: usize = 8;
 /// Maximum number of characters of a name in an error.
 const CITED_MAX: usize = 64;
+/// The advice at the end of an error about the length of an expression.
+const SHORTER: &str = ": make it shorter";
+/// The same for its number of steps.
+const SIMPLER: &str = ": make it simpler";
 /// Maximum number of steps of one evaluation: some ten milliseconds, or up to a second with regular expressions.
 const STEPS_MAX: usize = 10_000;
 /// Number of bytes of text that count as one part of a value.
@@ -313,7 +318,7 @@ pub(crate) struct FairQueue {
     /// Per namespace and expression, the lock for which the waiters queue; its holder alone requests turns, so a hundred claims with one
     /// expression count as one. With an empty expression, the same for the turns of a namespace, so that its number of expressions does
     /// not matter to other namespaces.
-    lines: Mutex<BTreeMap<ExpressionKey, Weak<AsyncMutex<()>>>>,
+    lines: KeyedLocks<ExpressionKey>,
 }
 
 /// A namespace and an expression.
@@ -322,15 +327,8 @@ type ExpressionKey = (Arc<str>, Arc<str>);
 impl FairQueue {
     /// Waits for the right to request turns for an expression of a namespace.
     pub(crate) async fn line(&self, namespace: &Arc<str>, expression: &Arc<str>) -> OwnedMutexGuard<()> {
-        let line = {
-            let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-            lines.retain(|_, line| line.strong_count() > 0);
-            let key = (Arc::clone(namespace), Arc::clone(expression));
-            let line = lines.get(&key).and_then(Weak::upgrade).unwrap_or_default();
-            lines.insert(key, Arc::downgrade(&line));
-            line
-        };
-        line.lock_owned().await
+        let key = (Arc::clone(namespace), Arc::clone(expression));
+        self.lines.lock(key).await
     }
 
     /// Waits for a turn of a namespace.
@@ -877,7 +875,7 @@ fn check_text(expression: &str) -> Result<(), String> {
         let number: usize = marks.iter().map(|mark| expression.matches(mark).count()).sum();
         if number > most {
             return Err(format!(
-                "it has {number} {name}; at most {most} are allowed: make it shorter"
+                "it has {number} {name}; at most {most} are allowed{SHORTER}"
             ));
         }
     }
@@ -997,7 +995,7 @@ impl<'f> ExpressionChecker<'f> {
         let Cost { steps, .. } = checker.cost(expression)?;
         if steps > STEPS_MAX {
             return Err(format!(
-                "one evaluation takes up to {steps} steps; at most {STEPS_MAX} are allowed: make it simpler"
+                "one evaluation takes up to {steps} steps; at most {STEPS_MAX} are allowed{SIMPLER}"
             ));
         }
         Ok(checker)
@@ -1185,7 +1183,7 @@ impl DeviceSelectors {
         if !self.programs.contains_key(expression) {
             // The advice is for classic mode.
             let compiled = Compiled::structured(expression).map_err(|error| {
-                let mut advice = [": make it shorter", ": make it simpler"].into_iter();
+                let mut advice = [SHORTER, SIMPLER].into_iter();
                 let text = advice.find_map(|advice| error.strip_suffix(advice));
                 Arc::from(text.unwrap_or(&error))
             });

@@ -21,7 +21,7 @@ use crate::core::allocation::parameters::{
     Amount, CheckedRequest, CheckedSelector, Constraint, DeviceRequests,
 };
 use crate::core::allocation::search::{Ask, CALL_WORK_MAX, Equal, NODE_WORK_MAX, Unfit, WorkBudget, search};
-use crate::core::names::beginning;
+use crate::core::names::truncated;
 
 /// Number of misfits in the text of a [`Shortage`]. The controller keeps such a text for each claim and node, and users decide how many
 /// misfits there are.
@@ -755,10 +755,8 @@ impl fmt::Display for Shortage {
         let mut shown: Vec<_> = misfits.iter().collect();
         shown.sort_by_key(|(_, number)| std::cmp::Reverse(**number));
         for (misfit, number) in shown.into_iter().take(SHOWN_MISFITS_MAX) {
-            let reason = misfit.to_string();
-            let shown = beginning(&reason, MISFIT_BYTES_MAX);
-            let ellipsis = if shown.len() < reason.len() { "…" } else { "" };
-            write!(f, "{separator}{number} of {total} {shown}{ellipsis}")?;
+            let reason = truncated(misfit.to_string(), MISFIT_BYTES_MAX);
+            write!(f, "{separator}{number} of {total} {reason}")?;
             separator = ", ";
         }
         match misfits.len().saturating_sub(SHOWN_MISFITS_MAX) {

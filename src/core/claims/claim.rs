@@ -17,7 +17,7 @@ use crate::driver::Holding;
 use super::event::{
     Answer, CallError, CallErrorKind, ClaimWrite, Moment, ObjectKey, Outcome, Settings, TransactionId,
 };
-use super::queue::{Backoff, CapacityGenerations, NO_NODE_REPORT_INTERVAL, WRITES_BEFORE_REPORT};
+use super::queue::{Backoff, CapacityGenerations, SHORTAGE_REPORT_INTERVAL, WRITES_BEFORE_REPORT};
 
 /// How long a pod's own claim with `deallocationRequested` waits for its deletion, which the claim controller sends right after the pod has
 /// ended. Removing the finalizer is then the only write.
@@ -148,7 +148,7 @@ pub(super) struct Claim {
     pub(super) backoff: Backoff,
     /// The last reported message, which is not repeated.
     pub(super) reported: Option<String>,
-    /// When an error that the driver wants repeated was last reported, by reason.
+    /// When a retryable error ([`CallErrorKind::Retry`]) was last reported, by reason.
     retries_reported: BTreeMap<&'static str, Moment>,
     /// The capacity generation in which the driver refused an immediate claim as invalid. It is retried when the generation or its class
     /// changes.
@@ -409,16 +409,16 @@ impl Claim {
 
     // === reports ===
 
-    /// Whether a failed allocation is reported now. An error that the driver wants repeated is reported once per reason and
-    /// [`NO_NODE_REPORT_INTERVAL`].
-    pub(super) fn begin_report(&mut self, error: &CallError, now: Moment) -> bool {
+    /// Whether to report a failed allocation now; notes the time if so. A retryable error is reported at most once per reason and
+    /// [`SHORTAGE_REPORT_INTERVAL`].
+    pub(super) fn should_report(&mut self, error: &CallError, now: Moment) -> bool {
         if error.kind != CallErrorKind::Retry {
             // After another problem, the same reason is news.
             self.retries_reported.clear();
             return true;
         }
         let reported_at = self.retries_reported.get(error.reason);
-        let is_recent = reported_at.is_some_and(|at| at.after(NO_NODE_REPORT_INTERVAL) > now);
+        let is_recent = reported_at.is_some_and(|at| at.after(SHORTAGE_REPORT_INTERVAL) > now);
         if is_recent || self.reported.as_ref() == Some(&error.message) {
             return false;
         }
@@ -1029,14 +1029,14 @@ impl Cache {
 
     /// Whether an entry has several claims that are not being deleted. kube-controller-manager makes another one if the answer to its first
     /// request is lost, and a user can make any number.
-    fn is_ambiguous(&self, namespace: &str, uid: &str, entry: &str) -> bool {
+    fn has_several_claims(&self, namespace: &str, uid: &str, entry: &str) -> bool {
         let candidates = self.made_for(namespace, uid, entry);
         let mut live = candidates.filter(|(is_deleting, _)| !is_deleting);
         live.nth(1).is_some()
     }
 
-    /// The pod's claim whose annotation names the entry. A claim that is not being deleted takes precedence. `None` if there are several of
-    /// these.
+    /// The pod's claim whose annotation names the entry. A claim that is not being deleted takes precedence. `None` if there are several
+    /// claims that are not being deleted, since only the pod's status tells which of them it uses.
     fn annotated(&self, namespace: &str, uid: &str, entry: &str) -> Option<ObjectKey> {
         let mut candidates: Vec<_> = self.made_for(namespace, uid, entry).collect();
         candidates.sort();
@@ -1047,14 +1047,14 @@ impl Cache {
     }
 
     /// Whether an entry has several claims, and the pod's status does not tell which of them it uses.
-    pub(super) fn is_unclear(&self, namespace: &str, pod: &Pod) -> bool {
+    pub(super) fn has_ambiguous_claim(&self, namespace: &str, pod: &Pod) -> bool {
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
         let resolved = self.resolve_claims(namespace, pod);
         let mut entries = pod.spec.resource_claims.iter().zip(resolved);
         entries.any(|(entry, (_, resolved))| {
             let is_open = matches!(resolved, Resolved::Awaited | Resolved::NotOwned(_));
             let has_template = entry.source.resource_claim_name.is_none();
-            is_open && has_template && self.is_ambiguous(namespace, uid, &entry.name)
+            is_open && has_template && self.has_several_claims(namespace, uid, &entry.name)
         })
     }
 }

@@ -19,15 +19,15 @@ use std::time::Duration;
 use crate::api::resource::{
     NODE_LIST_MAX, Pod, PodSchedulingContext, ResourceClaimSchedulingStatus, controller_of,
 };
-use crate::core::names::is_dns_subdomain;
+use crate::core::names::{is_dns_subdomain, truncated};
 use crate::driver::UnsuitableNodes;
 
 use super::claim::{CLAIMS_MAX, Cache, ClaimPhase, Resolved};
 use super::event::{
     CallError, CallErrorKind, CallErrorSubject, ClaimToAllocate, EventReport, MESSAGE_MAX, Moment, ObjectKey,
-    Outcome, TransactionId, is_newer, shortened,
+    Outcome, TransactionId, is_newer,
 };
-use super::queue::{Backoff, NO_NODE_REPORT_INTERVAL, WRITES_BEFORE_REPORT, WaitingPod, spread};
+use super::queue::{Backoff, SHORTAGE_REPORT_INTERVAL, WRITES_BEFORE_REPORT, WaitingPod, spread};
 use super::statistics::Statistics;
 use super::transaction::{Consumer, ConsumerState, TransactionFailure};
 
@@ -426,7 +426,7 @@ impl Context {
 
     /// Reports a problem of the pod unless it repeats the last report. Returns whether it was reported.
     pub(super) fn report(&mut self, reason: &'static str, message: String, actions: &mut Actions) -> bool {
-        let message = shortened(message, MESSAGE_MAX);
+        let message = truncated(message, MESSAGE_MAX);
         self.set_waiting_reason(Some(reason), actions);
         if self
             .last_report
@@ -479,7 +479,7 @@ impl Context {
         actions: &mut Actions,
     ) {
         let reported_at = self.last_report.as_ref().and_then(|last| last.no_node_at);
-        if reported_at.is_some_and(|at| at.after(NO_NODE_REPORT_INTERVAL) > now) {
+        if reported_at.is_some_and(|at| at.after(SHORTAGE_REPORT_INTERVAL) > now) {
             return;
         }
         let sentences: Vec<String> = own
@@ -528,7 +528,7 @@ impl Context {
     }
 
     /// Whether this is the pod of the context.
-    fn is_of(&self, pod: &Pod) -> bool {
+    fn is_owner(&self, pod: &Pod) -> bool {
         let uid = pod.metadata.uid.as_deref();
         uid.is_some() && uid == self.owner_uid()
     }
@@ -536,7 +536,7 @@ impl Context {
     /// Whether the answer to an early read suffices. Users name the owners of claims, so it may be about another pod. And the claim names
     /// in the pod's status may have been missing; the scheduler has seen them.
     fn suffices(&self, pod: Option<&Pod>, cache: &Cache) -> bool {
-        let Some(pod) = pod.filter(|pod| self.is_of(pod)) else {
+        let Some(pod) = pod.filter(|pod| self.is_owner(pod)) else {
             return false;
         };
         let mut resolved = cache.resolve_claims(self.namespace(), pod).into_iter();
@@ -562,7 +562,7 @@ impl Context {
         self.end_phase(&mut actions);
         match answer {
             Ok(Some(pod)) => {
-                let is_owner = self.is_of(&pod);
+                let is_owner = self.is_owner(&pod);
                 let is_over = matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed"));
                 let needs_claims = is_owner && !is_over && pod.metadata.deletion_timestamp.is_none();
                 let count = pod.spec.resource_claims.len();
@@ -578,7 +578,7 @@ impl Context {
                     PodKnown::Gone
                 };
                 let pod = self.pod.pod();
-                if pod.is_some_and(|pod| cache.is_unclear(self.namespace(), pod)) {
+                if pod.is_some_and(|pod| cache.has_ambiguous_claim(self.namespace(), pod)) {
                     // The status is not written yet: the next read comes after a delay.
                     self.backoff.failed(now);
                 } else {
@@ -644,7 +644,7 @@ impl Context {
                 self.waiting = None;
                 actions.push(ContextAction::LeaveWakeUps);
                 // The status may have the claim's name by now.
-                if cache.is_unclear(self.namespace(), &pod) {
+                if cache.has_ambiguous_claim(self.namespace(), &pod) {
                     actions.extend(self.read_pod());
                 }
             }
@@ -1093,7 +1093,9 @@ impl Context {
                     self.count_wake_up(&mut actions);
                     return actions;
                 }
-                Some("the API server stores other entries; does a webhook change them?".to_owned())
+                let problem = "the API server stores entries other than those written: exclude \
+                    podschedulingcontexts/status or this controller from mutating webhooks";
+                Some(problem.to_owned())
             }
             // Most often the context is gone because the pod was bound or deleted. If writes keep failing, it exists: report that.
             Outcome::Refused(message) | Outcome::Unknown(message) | Outcome::Busy(message) => Some(message),
@@ -1161,7 +1163,7 @@ impl Context {
                     // The node is published as unsuitable, so that the scheduler can select another.
                     CallErrorKind::Retry => {
                         if let Some(node) = node {
-                            let reason = shortened(error.message.clone(), REASON_MAX);
+                            let reason = truncated(error.message.clone(), REASON_MAX);
                             self.refused_nodes.insert(node.to_owned(), reason);
                         }
                         self.refusals.failed(now);
@@ -1186,7 +1188,7 @@ fn bounded(evaluation: Vec<UnsuitableNodes>, nodes: &[String]) -> Vec<Unsuitable
     let of_claim = |unsuitable: UnsuitableNodes| -> UnsuitableNodes {
         let evaluated = unsuitable.into_iter().filter(|(node, _)| nodes.contains(node));
         evaluated
-            .map(|(node, reason)| (node, shortened(reason, REASON_MAX)))
+            .map(|(node, reason)| (node, truncated(reason, REASON_MAX)))
             .collect()
     };
     evaluation.into_iter().map(of_claim).collect()

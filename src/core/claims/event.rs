@@ -17,7 +17,6 @@ use crate::api::resource::{
     AllocationResult, GROUP, NODE_LABEL, Pod, PodSchedulingContext, ResourceClaim,
     ResourceClaimConsumerReference, ResourceClaimSchedulingStatus, ResourceClass, VERSION, finalizer_of,
 };
-use crate::core::names::beginning;
 use crate::driver::{CapacityChange, DriverErrorKind, Finding, Observation, UnsuitableNodes};
 
 /// A point in time, as the duration since the controller's start.
@@ -536,16 +535,6 @@ pub struct ClaimToAllocate {
 /// Maximum length of a message in bytes: that of a note (`events.k8s.io/v1`). Drivers and webhooks decide on the texts, which are stored,
 /// queued and logged.
 pub(crate) const MESSAGE_MAX: usize = 1024;
-
-/// Cuts a text to this number of bytes, at a character boundary.
-pub(crate) fn shortened(text: String, bytes: usize) -> String {
-    const ELLIPSIS: &str = "…";
-    if text.len() <= bytes {
-        return text;
-    }
-    let end = bytes.saturating_sub(ELLIPSIS.len());
-    format!("{}{ELLIPSIS}", beginning(&text, end))
-}
 
 /// A message for users, written as an Event on the object.
 #[derive(Clone, Debug, PartialEq, Eq)]

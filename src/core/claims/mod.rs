@@ -25,11 +25,11 @@ mod statistics;
 mod transaction;
 
 pub(crate) use claim::{LATE_ALLOCATION, Resolved, is_made_for, resolve};
+pub(crate) use event::MESSAGE_MAX;
 pub use event::{
     Answer, CallError, CallErrorKind, CallErrorSubject, CallId, ClaimPatch, ClaimToAllocate, ClaimWrite,
     Command, DriverRequest, Event, EventReport, Moment, ObjectKey, Outcome, Regarding, Settings,
     context_patch,
 };
-pub(crate) use event::{MESSAGE_MAX, shortened};
 pub use state::ControllerState;
 pub use statistics::{QueueStatistics, Statistics};

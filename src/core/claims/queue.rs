@@ -18,7 +18,7 @@ pub(super) const WRITES_BEFORE_REPORT: u32 = 3;
 
 /// Minimum time between two reports that a pod fits on no node, or that an immediate claim cannot be allocated yet. The counts in the
 /// message change with every allocation for other pods. client-go's event recorder is as slow.
-pub(super) const NO_NODE_REPORT_INTERVAL: Duration = Duration::from_secs(300);
+pub(super) const SHORTAGE_REPORT_INTERVAL: Duration = Duration::from_secs(300);
 
 const FIRST_RETRY: Duration = Duration::from_millis(100);
 /// The longest delay: a pod waits at most this long after a fault has ended.

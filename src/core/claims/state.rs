@@ -7,13 +7,14 @@ use std::time::Duration;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass, pod_owner_of};
+use crate::core::names::truncated;
 use crate::driver::{CapacityChange, Finding, Observation};
 
 use super::claim::{CLAIMS_MAX, Cache, Claim, ClaimAction, ClaimInput, ClaimPhase, is_generated};
 use super::context::{Context, ContextAction};
 use super::event::{
     Answer, CallId, ClaimToAllocate, Command, DriverRequest, Event, EventReport, MESSAGE_MAX, Moment,
-    ObjectKey, Outcome, Regarding, Settings, TransactionId, is_newer, shortened,
+    ObjectKey, Outcome, Regarding, Settings, TransactionId, is_newer,
 };
 use super::queue::{WAKE_UP_TIMEOUT, WakeUps, Work, WorkQueue};
 use super::statistics::{Statistics, is_failure};
@@ -48,10 +49,24 @@ enum Listed {
     Contexts,
 }
 
-/// Namespace of a claim and uid of its owner pod. Users can name any uid in a claim, but the pod is read in the claim's own namespace.
-type EarlyKey = (String, String);
+/// A pod that is read before its context exists. Users can name any uid as the owner of a claim, but the pod is read in the claim's
+/// namespace.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct EarlyPodKey {
+    namespace: String,
+    uid: String,
+}
 
-/// A pod that is read before its context exists.
+impl EarlyPodKey {
+    fn new(namespace: &str, uid: &str) -> Self {
+        Self {
+            namespace: namespace.to_owned(),
+            uid: uid.to_owned(),
+        }
+    }
+}
+
+/// The read of such a pod.
 #[derive(Clone, Debug, PartialEq)]
 enum EarlyPod {
     Reading(CallId),
@@ -64,7 +79,7 @@ enum PendingCall {
     /// Reading the pod of a context, or writing its entries.
     Context { key: ObjectKey, uid: String },
     /// Reading a pod that has no context yet.
-    EarlyPod { pod: EarlyKey },
+    EarlyPod { pod: EarlyPodKey },
     /// Evaluating nodes for a context.
     Evaluate {
         context: ObjectKey,
@@ -98,7 +113,7 @@ pub struct ControllerState {
     cache: Cache,
     contexts: BTreeMap<ObjectKey, Context>,
     /// Pods without a context, for [`OWNER_POD_TIMEOUT`] after a claim was generated for them.
-    early_pods: BTreeMap<EarlyKey, EarlyPod>,
+    early_pods: BTreeMap<EarlyPodKey, EarlyPod>,
     transactions: BTreeMap<TransactionId, Transaction>,
     pending_calls: BTreeMap<CallId, PendingCall>,
     queue: WorkQueue,
@@ -251,7 +266,7 @@ impl ControllerState {
         self.commands.push(Command::Report(EventReport {
             regarding,
             reason,
-            message: shortened(message, MESSAGE_MAX),
+            message: truncated(message, MESSAGE_MAX),
         }));
     }
 
@@ -260,7 +275,7 @@ impl ControllerState {
         let Some(claim) = self.cache.claims.get_mut(key) else {
             return false;
         };
-        let message = shortened(message, MESSAGE_MAX);
+        let message = truncated(message, MESSAGE_MAX);
         if claim.reported.as_deref() == Some(&message) {
             return false;
         }
@@ -497,14 +512,14 @@ impl ControllerState {
     /// Removes a claim from the index of its previous owner pod, and forgets a pod that was read early.
     fn leave_owner(&mut self, uid: &str, key: &ObjectKey) {
         self.cache.index.remove_owner(uid, key);
-        self.early_pods.remove(&(key.namespace.clone(), uid.to_owned()));
+        self.early_pods.remove(&EarlyPodKey::new(&key.namespace, uid));
     }
 
     /// Lets all pods of the namespace be read for a claim that is still unallocated.
     fn open_claim(&mut self, key: &ObjectKey) {
         let claim = self.cache.claims.get(key);
         if let Some(owner) = claim.and_then(|claim| pod_owner_of(&claim.object.metadata)) {
-            let pod = (key.namespace.clone(), owner.uid.clone());
+            let pod = EarlyPodKey::new(&key.namespace, &owner.uid);
             self.early_pods.remove(&pod);
         }
         if self.cache.index.open_candidate(key) {
@@ -929,7 +944,7 @@ impl ControllerState {
             return;
         };
         let key = ObjectKey::new(claim.namespace.clone(), owner.name.clone());
-        let pod = (claim.namespace.clone(), owner.uid.clone());
+        let pod = EarlyPodKey::new(&claim.namespace, &owner.uid);
         if !self.is_ready() || self.contexts.contains_key(&key) || self.early_pods.contains_key(&pod) {
             return;
         }
@@ -938,13 +953,13 @@ impl ControllerState {
         self.early_pods.insert(pod, EarlyPod::Reading(id));
     }
 
-    fn early_pod_read(&mut self, early_pod: &EarlyKey, answer: Answer) {
+    fn early_pod_read(&mut self, early_pod: &EarlyPodKey, answer: Answer) {
         let Some(early) = self.early_pods.get_mut(early_pod) else {
             return;
         };
         match answer {
             Answer::PodRead(Ok(Some(pod)))
-                if pod.metadata.uid.as_ref() == Some(&early_pod.1)
+                if pod.metadata.uid.as_ref() == Some(&early_pod.uid)
                     && pod.spec.resource_claims.len() <= CLAIMS_MAX =>
             {
                 *early = EarlyPod::Read(pod);
@@ -961,8 +976,10 @@ impl ControllerState {
         let Some(context) = self.contexts.get_mut(key) else {
             return;
         };
-        let uid = context.owner_uid().map(str::to_owned);
-        let early = uid.and_then(|uid| self.early_pods.remove(&(key.namespace.clone(), uid)));
+        let pod = context
+            .owner_uid()
+            .map(|uid| EarlyPodKey::new(&key.namespace, uid));
+        let early = pod.and_then(|pod| self.early_pods.remove(&pod));
         let actions = match early {
             Some(EarlyPod::Reading(id)) => {
                 context.await_early_pod();

@@ -660,7 +660,7 @@ impl Transaction {
                 } else {
                     claim.backoff.failed(now);
                 }
-                if !claim.begin_report(&error, now) {
+                if !claim.should_report(&error, now) {
                     return None;
                 }
                 Some(match error.subject {
