@@ -76,9 +76,9 @@ async fn a_new_leader_lists_claims_and_knows_waiting_pods() -> anyhow::Result<()
 /// Limits for a takeover with the chart's lease. A restarted container waits for 5 s; without knowing its own lease, it would wait for the
 /// lease of 15 s and a tenth of it. A standby waits as long from the last renewal, of which there is one every 2 s. The rest is a margin
 /// for slow machines.
-const CONTAINER_MOST: Duration = Duration::from_secs(14);
-const REPLICA_LEAST: Duration = Duration::from_secs(10);
-const REPLICA_MOST: Duration = Duration::from_secs(60);
+const CONTAINER_MAX: Duration = Duration::from_secs(14);
+const REPLICA_MIN: Duration = Duration::from_secs(10);
+const REPLICA_MAX: Duration = Duration::from_secs(60);
 
 #[tokio::test]
 async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> {
@@ -111,7 +111,7 @@ async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> 
         "killed and started again in the same pod: allocates after {:.1} s",
         container.as_secs_f64()
     );
-    assert!(container < CONTAINER_MOST, "{container:?}");
+    assert!(container < CONTAINER_MAX, "{container:?}");
     assert!(
         container > Duration::from_secs(4),
         "{container:?}: a request of the killed one could still arrive"
@@ -125,9 +125,9 @@ async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> 
         "killed beside a standby: allocates after {:.1} s",
         replica.as_secs_f64()
     );
-    assert!(replica < REPLICA_MOST, "{replica:?}");
+    assert!(replica < REPLICA_MAX, "{replica:?}");
     assert!(
-        replica > REPLICA_LEAST,
+        replica > REPLICA_MIN,
         "{replica:?}: another pod's process may still live"
     );
     setup.end([standby]).await

@@ -213,7 +213,7 @@ the companions may. Only the affinity to nodes counts: an affinity that keeps th
 {{- $owner = .Values.node }}
 {{- $tolerations = list }}
 {{- range include "drayman.companionTolerations" . | fromJsonArray }}
-{{- /* One for all taints would place the Job also on nodes that are not ready. */}}
+{{- /* A toleration without a key tolerates all taints, and would place the Job also on nodes that are not ready. */}}
 {{- $controlPlane := dict "key" "node-role.kubernetes.io/control-plane" "operator" "Exists" "effect" "NoSchedule" }}
 {{- $tolerations = append $tolerations (ternary . $controlPlane (hasKey . "key")) }}
 {{- end }}

@@ -224,7 +224,7 @@ pub(crate) fn explain(input: &ExplainInput<'_>) -> ClaimExplanation {
     }
 }
 
-/// The class of a claim.
+/// Finds the claim's class; `None` if it does not exist.
 pub(crate) fn class_of<'a>(claim: &ResourceClaim, classes: &'a [ResourceClass]) -> Option<&'a ResourceClass> {
     let name = Some(&claim.spec.resource_class_name);
     classes.iter().find(|class| class.metadata.name.as_ref() == name)

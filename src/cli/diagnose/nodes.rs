@@ -33,7 +33,7 @@ pub fn inventories(
         nodes.map(|nodes| nodes.iter().map(|node| (name_of(node), node)).collect());
     let mut ready = 0;
     let mut with_devices = 0;
-    let mut owning = 0;
+    let mut nonempty = 0;
     let mut devices = 0;
     let mut empty = Vec::new();
     for inventory in inventories_of(driver, inventories) {
@@ -60,7 +60,7 @@ pub fn inventories(
             }
             Some(Some(_)) | None => {}
         }
-        owning += usize::from(!spec.devices.is_empty());
+        nonempty += usize::from(!spec.devices.is_empty());
         if let Some(cause) = unready(inventory) {
             findings.push(DoctorFinding::problem(
                 check,
@@ -87,8 +87,13 @@ pub fn inventories(
             empty.push(name);
         }
     }
-    let fix = "`drayman node discover` there shows why each candidate is excluded";
-    findings.extend(without_devices("have no device of any kind", &empty, owning, fix));
+    let fix = "`drayman node discover` on such a node shows why each candidate is excluded";
+    findings.extend(without_devices(
+        "have no device of any kind",
+        &empty,
+        nonempty,
+        fix,
+    ));
     findings.push(if ready == 0 {
         without_nodes(driver)
     } else {
@@ -114,17 +119,26 @@ pub(super) fn without_nodes(driver: &str) -> DoctorFinding {
     )
 }
 
-/// Reports nodes that have a companion and no devices, beside the number of those `with` devices. `lack` is the predicate of the message.
-/// Possibly only some nodes have the hardware, so this is a warning only if none has devices.
-pub(super) fn without_devices(lack: &str, nodes: &[&str], with: usize, fix: &str) -> Option<DoctorFinding> {
+/// Reports the nodes whose companion offers no devices. `with_devices` is the number of the other nodes, and `lack` the verb phrase of
+/// the message. If some nodes have devices, it is a note: the others may lack the hardware.
+pub(super) fn without_devices(
+    lack: &str,
+    nodes: &[&str],
+    with_devices: usize,
+    fix: &str,
+) -> Option<DoctorFinding> {
     if nodes.is_empty() {
         return None;
     }
-    let (number, all) = (nodes.len(), nodes.len() + with);
+    let (number, all) = (nodes.len(), nodes.len() + with_devices);
     let names = first(nodes, NODES_MAX);
     let message = format!("{number} of {all} nodes with a companion {lack}: {names}");
     Some(DoctorFinding {
-        level: if with > 0 { Level::Note } else { Level::Warning },
+        level: if with_devices > 0 {
+            Level::Note
+        } else {
+            Level::Warning
+        },
         ..DoctorFinding::warning("nodes", message, fix)
     })
 }

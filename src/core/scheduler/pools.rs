@@ -139,7 +139,7 @@ impl<'a> PoolIndex<'a> {
         })
     }
 
-    /// All pools except those with slices for other nodes only, in their order.
+    /// All pools except those with slices for other nodes only, ordered by driver and name.
     pub(super) fn candidates(&self, node: &Node) -> impl Iterator<Item = (PoolId<'a>, &[&'a ResourceSlice])> {
         let name = node.metadata.name.as_deref().unwrap_or_default();
         let of_node = self.of_one_node.get(name).into_iter().flatten();

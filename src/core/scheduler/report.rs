@@ -58,15 +58,12 @@ impl RequestReport {
 
     /// Whether enough devices are available, constraints and other requests aside.
     pub fn is_satisfiable(&self) -> bool {
-        // A request for all devices does without those that are too small.
-        let large_enough = || {
-            let large_enough = self
-                .matching
-                .iter()
-                .filter(|(_, state)| *state != Availability::NoCapacity);
-            large_enough.count().max(1)
-        };
-        self.count.unwrap_or_else(large_enough) <= self.free()
+        // A request for all devices leaves out those that are too small.
+        let large_enough = self
+            .matching
+            .iter()
+            .filter(|(_, state)| *state != Availability::NoCapacity);
+        self.count.unwrap_or_else(|| large_enough.count().max(1)) <= self.free()
     }
 
     /// Whether neither the request nor, if it is a subrequest, an alternative is satisfiable. `all` are the requests of the node.
@@ -106,19 +103,19 @@ impl NodeReport {
     }
 }
 
-/// Describes a node for the unallocated claims of one pod. `pools` are those of `cluster.slices`.
+/// Describes a node for the unallocated claims of one pod. `index` is that of `cluster.slices`.
 pub fn report(
     cluster: ClusterState<'_>,
-    pools: &PoolIndex<'_>,
+    index: &PoolIndex<'_>,
     node: &Node,
     claims: &[&ResourceClaim],
     evaluate: &mut Evaluate<'_>,
 ) -> Result<NodeReport, AllocationFailure> {
-    let pools = pools.pools(node).map_err(AllocationFailure::Invalid)?;
+    let pools = index.pools(node).map_err(AllocationFailure::Invalid)?;
     let mut search = AllocationSearch::of_requests(cluster, node, &pools, claims, evaluate)?;
     let requests = requests(&mut search);
     let has_constraints = search.constraints.iter().any(|all| !all.is_empty());
-    // Without these, a search ends with an error only at its limit.
+    // Only an invalid selector or amount, or a constraint on a request for all devices, ends a search with an error before its limit.
     let may_fail = requests
         .iter()
         .any(|request| request.error.is_some() || (has_constraints && request.count.is_none()));
@@ -236,7 +233,7 @@ fn availability(
             fits(candidate.device, &consumed, |_| Quantity::default())
         }
     };
-    // First, because a request for all devices does without these.
+    // Checked first: a request for all devices leaves out devices that are too small, even if they are held.
     let state = if !fits_beside(false) {
         Availability::NoCapacity
     } else if search.is_in_use(request, alternative, device) {

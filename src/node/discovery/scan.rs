@@ -529,7 +529,7 @@ fn with_container_paths(
         let mut parts = container_path.split('/').skip(1);
         if parts.any(|part| matches!(part, "" | "." | "..")) {
             return Err(Rejection::problem(format!(
-                "/dev/{} would be {container_path} in a container, with an empty part, \".\" or \"..\"; change containerPaths",
+                "/dev/{} would be {container_path} in a container, which has an empty component, \".\" or \"..\"; change containerPaths",
                 member.path
             )));
         }

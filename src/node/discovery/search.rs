@@ -38,8 +38,9 @@ const FIRST_INTERVAL: Duration = Duration::from_secs(1);
 const SEARCH_LIMIT: Duration = Duration::from_secs(10);
 /// How long to gather events before a search: plugging in one device causes several.
 const GATHER: Duration = Duration::from_millis(100);
-/// Searches that events cause without further delay, and the interval of later ones: a container can cause any number of events.
+/// Number of searches that events cause without delay. A container can cause any number of events.
 const EVENT_BURST: u32 = 10;
+/// Minimum interval of the searches after the burst.
 const EVENT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The discovery task.
@@ -266,8 +267,8 @@ impl DeviceSearch {
             let cause = loop {
                 // The planned search covers all events before it.
                 let is_unplanned = searches.next.is_none();
-                let (due, by) = searches.next.filter(|next| next.0 <= timer.0).unwrap_or(timer);
-                let event = tokio::select! {
+                let (due, next_cause) = searches.next.filter(|next| next.0 <= timer.0).unwrap_or(timer);
+                let event_cause = tokio::select! {
                     () = shutdown.cancelled() => return,
                     _ = uevents.changed(), if is_unplanned => Cause::Kernel,
                     is_complete = watches.changed(|_| true), if is_unplanned => {
@@ -285,9 +286,9 @@ impl DeviceSearch {
                         reloads = changed.is_ok();
                         break Cause::Configuration;
                     }
-                    () = sleep_until(due) => break by,
+                    () = sleep_until(due) => break next_cause,
                 };
-                searches.plan(event, GATHER);
+                searches.plan(event_cause, GATHER);
             };
             if matches!(cause, Cause::Kernel | Cause::Directory) {
                 searches.begin();

@@ -200,7 +200,7 @@ impl InventoryPublisher {
                 .write_status(api, name, &registration_status, &quarantine, seen)
                 .await;
         }
-        // Also if the inventory is not written: the events do not depend on it.
+        // Events are written even if the inventory is not.
         let mut events = std::mem::take(&mut cluster.unwritten);
         events.extend(registration_status.down.events_since(&seen.down));
         seen.down = registration_status.down;

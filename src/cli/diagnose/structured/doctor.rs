@@ -455,8 +455,8 @@ fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<DoctorF
             format!("{with} of {all} nodes offer {number} devices"),
         ));
         let empty: Vec<&str> = empty.iter().map(|(node, _)| **node).collect();
-        let fix = "`drayman node discover` there shows why each candidate is excluded, and an event DevicesNotPublished on the Node which \
-                   devices this version of Kubernetes cannot share; if all kinds there are extended resources, ignore this";
+        let fix = "`drayman node discover` on such a node shows why each candidate is excluded, and an event DevicesNotPublished on the \
+                   Node which devices this version of Kubernetes cannot share; if all its kinds are extended resources, ignore this";
         findings.extend(without_devices("offer no device to claims", &empty, with, fix));
     }
     findings.extend(without_companion(&offered.keys().copied().collect(), nodes));

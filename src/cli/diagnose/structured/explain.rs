@@ -403,8 +403,8 @@ fn no_node(input: &StructuredExplainInput<'_>, nodes: &Nodes) -> (ClaimStep, Str
     let after = |why: &String| format!("; {why}");
     let gates: String = input.unused_gates.iter().map(after).collect();
     let requests = || nodes.values().flatten().flat_map(|report| &report.requests);
-    // A device in use that drayman could not evaluate may match.
-    let is_unknown = requests().any(|request| request.error.is_some());
+    // A selector that drayman cannot evaluate may match a device in use.
+    let has_unevaluated = requests().any(|request| request.error.is_some());
     let mut matching = requests().flat_map(|request| &request.matching);
     let (of_excluded, place) = if nodes.values().any(Result::is_err) {
         let reasons = "the pod cannot use some of these nodes, for the reasons shown; ";
@@ -412,7 +412,7 @@ fn no_node(input: &StructuredExplainInput<'_>, nodes: &Nodes) -> (ClaimStep, Str
     } else {
         ("", "on any of these nodes")
     };
-    let fix = if is_unknown || matching.any(|(_, state)| matches!(state, Availability::Held(_))) {
+    let fix = if has_unevaluated || matching.any(|(_, state)| matches!(state, Availability::Held(_))) {
         "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
          one (drayman devices), add a node, or request less"
             .to_owned()
