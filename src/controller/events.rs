@@ -483,6 +483,22 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn a_report_waits_for_at_most_one_failing_namespace() {
+        let (reports, notes, _untold) = started(|_, path| path.contains("/b/").then_some(201));
+        for namespace in 0..20 {
+            reports.send(report_in(&format!("a{namespace}"), 0, "a"));
+        }
+        // Each of them has failed, and is due again.
+        tokio::time::sleep(40 * (LIMIT + MAX_PAUSE)).await;
+        let start = Instant::now();
+        reports.send(report_in("b", 0, "b"));
+        while notes.lock().unwrap().is_empty() {
+            tokio::time::sleep(MIN_PAUSE).await;
+        }
+        assert!(start.elapsed() <= LIMIT + MAX_PAUSE + 2 * MIN_PAUSE);
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn an_event_that_waits_for_a_pause_keeps_its_place() {
         let (client, notes) = server(|_, _| Some(201));
         let (client, pause) = with_retry_after(&client, LIMIT);
