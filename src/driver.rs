@@ -56,8 +56,8 @@
 //! [`DriverError::invalid`] is for errors that only a person can fix, such as a parameter that makes no sense. It is reported once, on
 //! the pod and on the object at fault. The driver is called again after the claim, the class, or something that `capacity_changes`
 //! reports has changed. [`DriverError::retry`] is for everything else, and is retried after 100 ms, doubling up to 30 s. Both become
-//! Warning events with the error's reason and message; a [source](DriverError::with_source) is logged. For a full node,
-//! `unsuitable_nodes` returns an entry of [`UnsuitableNodes`], not an error.
+//! Warning events with the error's reason and message, of which 1,024 bytes are shown; a [source](DriverError::with_source) is logged. For
+//! a full node, `unsuitable_nodes` returns an entry of [`UnsuitableNodes`], not an error; 640 bytes of its reason are kept.
 //!
 //! # Choosing a driver at run time
 //!

@@ -460,7 +460,8 @@ impl HostState {
         Some((namespace, kind.to_owned(), Arc::clone(expression)))
     }
 
-    /// Returns what the evaluation task does next, and records whether it goes on: it ends at `None`, and a later change starts another.
+    /// Returns the next expression of the evaluation task, and records whether the task goes on: it ends at `None`, and a later change
+    /// starts another.
     fn next_evaluation(&mut self) -> Option<(Arc<str>, String, Arc<str>)> {
         let due = self.due();
         self.is_evaluating = due.is_some();

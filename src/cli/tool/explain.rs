@@ -37,7 +37,7 @@ use crate::host::HostDriver;
 /// Limit for the driver to read inventories and parameters.
 const READY_LIMIT: Duration = Duration::from_secs(30);
 
-/// What the command does without the right to list an object that the driver's evaluation needs.
+/// The fallback without the right to list an object that the driver's evaluation needs.
 const FALLBACK: &str =
     "nodes are evaluated only from the controller's entries in the pod's scheduling context";
 

@@ -426,7 +426,7 @@ impl Claim {
         true
     }
 
-    /// Forgets what was reported, so that it can be reported again.
+    /// Forgets the reports, so that they can be repeated.
     pub(super) fn forget_reports(&mut self) {
         self.reported = None;
         self.retries_reported.clear();

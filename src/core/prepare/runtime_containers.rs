@@ -221,7 +221,7 @@ impl UnknownContainers {
         }
     }
 
-    /// Continues in this boot with what an earlier process stored.
+    /// Continues in this boot with the record of an earlier process.
     pub fn resume(stored: Self, boot_id: &str) -> Self {
         if stored.boot_id == boot_id {
             return stored;
@@ -232,7 +232,7 @@ impl UnknownContainers {
         }
     }
 
-    /// What the next process continues with.
+    /// The record that the next process continues with.
     #[must_use]
     pub fn to_store(&self) -> Self {
         if self.begins_with_next_list {
@@ -781,7 +781,7 @@ pub(crate) mod tests {
         assert!(all.user_of_claim(&first, &held[0]).is_some());
         assert!(all.user_of_claim(&first, &held[1]).is_none());
 
-        // It cannot have what is prepared later, an older list does not count, and the next process knows the same.
+        // It cannot have a device that is prepared later, an older list does not count, and the next process knows the same.
         all.listed(&first, at(40), &prepared(&[entry("default", "after")]));
         all.listed(&none, at(39), &prepared(&[]));
         let mut next = UnknownContainers::resume(all.to_store(), "boot");
@@ -795,7 +795,7 @@ pub(crate) mod tests {
         next.listed(&first, at(0), &prepared(&[]));
         assert!(!may_have(&next, &first, "held"), "no container outlives a boot");
 
-        // A later container may have what was released meanwhile, but not what the first one has.
+        // A later container may have the devices released meanwhile, but not those of the first one.
         all.released(&entry("default", "last"), at(45));
         let (both, second) = (unknown(&["first", "second"]), unknown(&["second"]));
         all.listed(&both, at(50), &prepared(&[]));
