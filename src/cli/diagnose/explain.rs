@@ -11,7 +11,7 @@ use crate::api::resource::{
     ResourceClass, controller_of,
 };
 use crate::cli::objects::PartialPod;
-use crate::core::claims::{Resolved, is_made_for, resolve};
+use crate::core::claims::{Resolved, is_made_for, resolve, unambiguous};
 
 /// Step of a claim on its way to a running pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
@@ -178,14 +178,11 @@ pub(crate) fn find<'a>(
         let made_for = owned.filter(|claim| {
             claim.metadata.namespace == pod.metadata.namespace && is_made_for(claim, &entry.name)
         });
-        let is_deleting = |claim: &ResourceClaim| claim.metadata.deletion_timestamp.is_some();
-        let mut made_for: Vec<_> = made_for.collect();
-        made_for.sort_by_key(|claim| (is_deleting(claim), &claim.metadata.name));
-        match made_for.as_slice() {
-            // Only the pod's status tells which of them it uses.
-            [_, second, ..] if !is_deleting(second) => None,
-            all => all.first().copied(),
-        }
+        let names = made_for.filter_map(|claim| {
+            let is_deleting = claim.metadata.deletion_timestamp.is_some();
+            Some((is_deleting, claim.metadata.name.as_deref()?))
+        });
+        by_name(unambiguous(names)?)
     };
     resolve(pod, entry, by_name, own, annotated)
 }

@@ -1035,15 +1035,9 @@ impl Cache {
         live.nth(1).is_some()
     }
 
-    /// The pod's claim whose annotation names the entry. A claim that is not being deleted takes precedence. `None` if there are several
-    /// claims that are not being deleted, since only the pod's status tells which of them it uses.
+    /// The pod's claim whose annotation names the entry.
     fn annotated(&self, namespace: &str, uid: &str, entry: &str) -> Option<ObjectKey> {
-        let mut candidates: Vec<_> = self.made_for(namespace, uid, entry).collect();
-        candidates.sort();
-        match candidates.as_slice() {
-            [(false, _), (false, _), ..] => None,
-            all => all.first().map(|(_, key)| (*key).clone()),
-        }
+        unambiguous(self.made_for(namespace, uid, entry)).cloned()
     }
 
     /// Whether an entry has several claims, and the pod's status does not tell which of them it uses.
@@ -1057,6 +1051,16 @@ impl Cache {
             is_open && has_template && self.has_several_claims(namespace, uid, &entry.name)
         })
     }
+}
+
+/// The claim of an entry among those that were made for it, each with whether it is being deleted. One that is not being deleted takes
+/// precedence. `None` if several are not being deleted, since only the pod's status tells which of them it uses.
+pub(crate) fn unambiguous<C: Ord>(made_for: impl Iterator<Item = (bool, C)>) -> Option<C> {
+    let mut made_for: Vec<_> = made_for.collect();
+    made_for.sort();
+    let is_ambiguous = matches!(made_for.as_slice(), [(false, _), (false, _), ..]);
+    let first = made_for.into_iter().next().filter(|_| !is_ambiguous);
+    first.map(|(_, claim)| claim)
 }
 
 /// One entry of a pod, resolved to its claim. `C` identifies a claim.

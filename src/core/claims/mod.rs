@@ -24,7 +24,7 @@ mod state;
 mod statistics;
 mod transaction;
 
-pub(crate) use claim::{LATE_ALLOCATION, Resolved, is_made_for, resolve};
+pub(crate) use claim::{LATE_ALLOCATION, Resolved, is_made_for, resolve, unambiguous};
 pub(crate) use event::MESSAGE_MAX;
 pub use event::{
     Answer, CallError, CallErrorKind, CallErrorSubject, CallId, ClaimPatch, ClaimToAllocate, ClaimWrite,
