@@ -238,15 +238,17 @@ impl UnknownContainers {
         if self.begins_with_next_list {
             return Self::default();
         }
-        let mut stored = Self {
-            is_complete: false,
-            listed_at: Duration::ZERO,
-            ..self.clone()
-        };
-        for device in &mut stored.released {
-            device.released_at = Duration::ZERO;
+        let released = self.released.iter().map(|device| ClaimedDevice {
+            released_at: Duration::ZERO,
+            ..device.clone()
+        });
+        Self {
+            boot_id: self.boot_id.clone(),
+            earlier: self.earlier.clone(),
+            containers: self.containers.clone(),
+            released: released.collect(),
+            ..Self::default()
         }
-        stored
     }
 
     /// Records the devices that are extended resources now. Kubelet forgets which of them a force-deleted pod has, and their mode and numbers
