@@ -453,15 +453,20 @@ fn surplus_slices_stay_while_a_new_generation_is_rejected() {
     assert_eq!((slices.generation, server.stored.len()), (2, 3));
 }
 
-#[test]
-fn a_rejected_deletion_holds_up_no_change() {
-    let (mut server, mut slices) = started(TAINTS, 65);
+/// Somebody else creates the slice `elsewhere` of another pool for this driver and node.
+fn store_foreign_slice(server: &mut StoredSlices, slices: &mut Slices) {
     let mut foreign = server.stored["node-a.drayman.dev-00"].clone();
     foreign.metadata.name = Some("elsewhere".into());
     foreign.metadata.uid = Some("f".into());
     foreign.spec.pool.name = "another".into();
     server.store(foreign);
-    server.deliver(&mut slices);
+    server.deliver(slices);
+}
+
+#[test]
+fn a_rejected_deletion_holds_up_no_change() {
+    let (mut server, mut slices) = started(TAINTS, 65);
+    store_foreign_slice(&mut server, &mut slices);
     let deletion = slices.next().unwrap();
     assert_eq!(deletion.name(), "elsewhere");
     slices.rejected(&deletion);
@@ -488,12 +493,7 @@ fn a_rejected_deletion_holds_up_no_change() {
 #[test]
 fn older_slices_are_deleted_while_another_write_is_rejected() {
     let (mut server, mut slices) = started(TAINTS, 200);
-    let mut foreign = server.stored["node-a.drayman.dev-00"].clone();
-    foreign.metadata.name = Some("elsewhere".into());
-    foreign.metadata.uid = Some("f".into());
-    foreign.spec.pool.name = "another".into();
-    server.store(foreign);
-    server.deliver(&mut slices);
+    store_foreign_slice(&mut server, &mut slices);
     let deletion = slices.next().unwrap();
     slices.rejected(&deletion);
     slices.set_devices(devices(60));
@@ -654,12 +654,7 @@ fn a_late_deletion_of_an_earlier_slice_is_ignored() {
 #[test]
 fn foreign_slices_of_this_node_are_deleted_first() {
     let (mut server, mut slices) = started(TAINTS, 1);
-    let mut foreign = server.stored["node-a.drayman.dev-00"].clone();
-    foreign.metadata.name = Some("elsewhere".into());
-    foreign.metadata.uid = Some("f".into());
-    foreign.spec.pool.name = "another".into();
-    server.store(foreign);
-    server.deliver(&mut slices);
+    store_foreign_slice(&mut server, &mut slices);
     assert!(matches!(slices.next(), Some(Write::Delete { name, .. }) if name == "elsewhere"));
     assert_eq!(server.settle(&mut slices), 1);
 }

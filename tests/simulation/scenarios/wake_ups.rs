@@ -96,18 +96,23 @@ fn a_woken_pod_that_cannot_run_blocks_no_other_pod() {
     expect_no_violation(cluster);
 }
 
+/// The number of held devices changes for a minute.
+fn other_pods_come_and_go(cluster: &mut Cluster) {
+    for _ in 0..5 {
+        bound_pod(cluster, "other");
+        cluster.run_for(SECOND);
+        cluster.store.delete_pod(&key("other"));
+        cluster.run_for(10 * SECOND);
+    }
+}
+
 #[test]
 fn a_pod_that_cannot_run_is_reported_again_after_minutes() {
     let mut cluster = healthy_cluster(&[("node-a", 2)]);
     bound_pod(&mut cluster, "keeper");
     cluster.create_pod(&key("greedy"), &[Use::Template("gpu.pair")], None);
     cluster.run_for(10 * SECOND);
-    for _ in 0..5 {
-        bound_pod(&mut cluster, "other");
-        cluster.run_for(SECOND);
-        cluster.store.delete_pod(&key("other"));
-        cluster.run_for(10 * SECOND);
-    }
+    other_pods_come_and_go(&mut cluster);
     assert_eq!(cluster.reports.len(), 1, "{:?}", cluster.reports);
     bound_pod(&mut cluster, "last");
     cluster.run_for(500 * SECOND);
@@ -122,12 +127,7 @@ fn an_immediate_claim_that_fits_nowhere_is_reported_rarely() {
     cluster.set_parameters("four", 4, true, false);
     cluster.create_claim(&key("greedy"), "gpu.four", AllocationMode::Immediate);
     cluster.run_for(10 * SECOND);
-    for _ in 0..5 {
-        bound_pod(&mut cluster, "other");
-        cluster.run_for(SECOND);
-        cluster.store.delete_pod(&key("other"));
-        cluster.run_for(10 * SECOND);
-    }
+    other_pods_come_and_go(&mut cluster);
     let text = |held| format!("{held} of 3 devices held");
     assert_eq!(messages(&cluster), [text(0)]);
     bound_pod(&mut cluster, "last");

@@ -145,6 +145,15 @@ impl InventoryServer {
     }
 }
 
+/// The facts of a process that served classic claims.
+fn in_classic_mode() -> ClusterFacts {
+    ClusterFacts {
+        node_uid: Some("n-1".into()),
+        claims: Some(ClaimsApi::Classic),
+        minor: None,
+    }
+}
+
 /// Devices that are unhealthy.
 fn unplugged(count: usize) -> Devices {
     let device = |index: usize| {
@@ -222,11 +231,7 @@ async fn claims_that_are_switched_on_later_are_noticed() {
 async fn three_denials_in_a_row_end_classic_mode() {
     let server = InventoryServer::default();
     *server.answers.lock().unwrap() = vec![false, true, false, false];
-    let before = ClusterFacts {
-        node_uid: Some("n-1".into()),
-        claims: Some(ClaimsApi::Classic),
-        minor: None,
-    };
+    let before = in_classic_mode();
     let (mut cluster, end) = publish(&server, before);
     let not_served = cluster.wait_for(|facts| facts.serves(ClaimsApi::None));
     not_served.await.unwrap();
@@ -246,11 +251,7 @@ async fn a_forbidden_inventory_does_not_delay_structured_mode() {
         forbids_inventories: true,
         ..InventoryServer::default()
     };
-    let before = ClusterFacts {
-        node_uid: Some("n-1".into()),
-        claims: Some(ClaimsApi::Classic),
-        minor: None,
-    };
+    let before = in_classic_mode();
     let (mut cluster, end) = publish(&server, before);
     let structured = cluster.wait_for(|facts| facts.serves(ClaimsApi::Structured));
     timeout(Duration::from_secs(60), structured)
@@ -267,11 +268,7 @@ async fn events_do_not_depend_on_the_inventory() {
         ..InventoryServer::default()
     };
     *server.answers.lock().unwrap() = vec![false];
-    let before = ClusterFacts {
-        node_uid: Some("n-1".into()),
-        claims: Some(ClaimsApi::Classic),
-        minor: None,
-    };
+    let before = in_classic_mode();
     let devices = watch::Sender::new(Arc::new(unplugged(1)));
     let (_, end) = publish_devices(&server, before, &devices);
     sleep(Duration::from_secs(600)).await;
